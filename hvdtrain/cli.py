@@ -13,7 +13,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Encoding, Resize
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
-from hvdtrain.host import launchers
+from hvdtrain.host import launchers, output
 from hvdtrain.host.stop import STOP_SIGNALS
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.options.helptext import SHELLS, PrintCompletion
@@ -54,6 +54,11 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "bench allreduce": machine.bench_allreduce,
     "bench exchange": machine.bench_exchange,
 }
+# Commands that make nothing but their output: the loss of it ends them.
+PRINTED = {
+    *("data info", "evaluate", "predict", "jobs status", "jobs logs", "plan show"),
+    *("plan simulate", *(name for name in COMMANDS if name.startswith("bench"))),
+}
 PAPER_B = (
     "Compare data, model, hybrid and adaptive parallelism. Writes table I measured here and "
     "predicted for the paper's machine, figures, and verdicts on the claims of arXiv 2503.23186."
@@ -79,6 +84,7 @@ BENCH_COMMANDS: dict[str, tuple[type, str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and end the process with its exit code."""
+    output.guard()
     try:
         sys.exit(run(sys.argv[1:] if arguments is None else arguments))
     except (Interrupted, Preempted) as stopped:
@@ -101,6 +107,7 @@ def run(arguments: Sequence[str]) -> int:
         reason = " ".join(str(error).split())
         raise UsageError(f"an option cannot be understood: {reason}") from None
     name, values = _innermost(parsed.as_dict())
+    output.is_the_product = name in PRINTED
     return COMMANDS[name](arguments, **values)
 
 

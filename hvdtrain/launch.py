@@ -7,14 +7,14 @@ ranks, while on SIGTERM or SIGINT it would kill them a quarter of a second later
 
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -30,11 +30,11 @@ from hvdtrain.errors import (
     UsageError,
     shortened,
 )
-from hvdtrain.host import memory, shared_memory
+from hvdtrain.host import folders, memory, output
 from hvdtrain.host.activity import IN_TRAINING, WATCH_SECONDS, Watch, last_activity, stuck_message
-from hvdtrain.host.launchers import own_mpirun
+from hvdtrain.host.launchers import needed_by_mpirun, own_mpirun
 from hvdtrain.host.remarks import without_launcher_banners
-from hvdtrain.host.stop import StopRequest, end_with_parent
+from hvdtrain.host.stop import StopRequest, end_with_parent, suspend_with
 from hvdtrain.world import ACTIVITY
 
 # Exit codes of ranks that have reported the reason themselves. mpirun also ends with 1 if it could
@@ -51,6 +51,7 @@ SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")  # of Open
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_", "PMI_")
 VERSION_SECONDS = 20
 SECONDS_TO_END = 15.0  # time that mpirun may take to end ranks that do not respond
+FEW_FILES = 256  # less than ranks on one machine may need
 REPORT_PREFIX = "hvdtrain: "
 SHOW_CURSOR = "\x1b[?25h"
 AT_ONCE = "ended at once: the last checkpoint is unchanged"
@@ -110,8 +111,11 @@ class RanksStop(StopRequest):
 
     @contextmanager
     def forwarded_to(self, job: _Job) -> Iterator[None]:
-        """Forward requests to this job in the block, including one from before."""
+        """Forward requests, and Ctrl-Z, to this job in the block, including one from before."""
         self.job = job
+        if self._previous:  # in the main thread
+            handler = signal.signal(signal.SIGTSTP, lambda *_: suspend_with(job.process.pid))
+            self._previous.setdefault(signal.SIGTSTP, handler)
         if self.requested and not self.ended:
             self.on_request()
         yield
@@ -193,16 +197,15 @@ def _folder_of_job() -> Iterator[tuple[Path, dict[str, str]]]:
     The ranks' shared memory gets a folder in memory. Both folders are removed after the block.
     """
     bases = (os.environ.get(name) for name in SESSIONS)
-    base = next((path for path in bases if path and Path(path).is_dir()), None)
-    with tempfile.TemporaryDirectory("", "hvdtrain-", base, ignore_cleanup_errors=True) as folder:
-        is_set = shared_memory.SETTINGS[0] in os.environ
-        shared = None if is_set else shared_memory.claim(Path(folder).name)
-        in_memory = dict.fromkeys(shared_memory.SETTINGS, str(shared)) if shared else {}
-        try:
-            yield Path(folder), dict.fromkeys(SESSIONS, folder) | in_memory
-        finally:
-            if shared:
-                shutil.rmtree(shared, ignore_errors=True)
+    base = next((Path(path) for path in bases if path and Path(path).is_dir()), None)
+    with ExitStack() as stack:
+        folder = stack.enter_context(folders.temporary(base))
+        settings = dict.fromkeys(SESSIONS, str(folder))
+        if folders.SETTINGS[0] not in os.environ:
+            with suppress(OSError):
+                shared = stack.enter_context(folders.temporary(folders.BASE))
+                settings |= dict.fromkeys(folders.SETTINGS, str(shared))
+        yield folder, settings
 
 
 def mpirun(ranks: int) -> list[str]:
@@ -234,6 +237,7 @@ def _start(command: Sequence[str], settings: Mapping[str, str]) -> "subprocess.P
         command,
         env=_environment() | dict(settings),
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
@@ -249,7 +253,7 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(LAUNCHER_VARIABLES)
     }
-    kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    kept |= needed_by_mpirun()
     # In a Slurm allocation mpirun would spread the ranks over the nodes, but --ranks is local.
     kept = {"PRTE_MCA_ras": "^slurm", "PRTE_MCA_plm": "ssh"} | kept  # Open MPI 5
     kept = {"OMPI_MCA_ras": "^slurm", "OMPI_MCA_plm": "rsh"} | kept  # Open MPI 4
@@ -279,11 +283,16 @@ def _follow(job: _Job, stop: RanksStop, killed_before: int) -> Outcome:
     banners: list[str] = []
     reports: list[str] = []
     source = job.process.stderr
-    reader = threading.Thread(target=_stream, args=(source, banners, reports), daemon=True)
-    reader.start()
+    readers = [
+        threading.Thread(target=_stream, args=(source, banners, reports), daemon=True),
+        threading.Thread(target=output.forward, args=(job.process.stdout,), daemon=True),
+    ]
+    for reader in readers:
+        reader.start()
     with stop.forwarded_to(job):
         code, stalled = _wait(job)
-    reader.join(timeout=5)
+    for reader in readers:
+        reader.join(timeout=5)
     if code and sys.stdout.isatty():
         sys.stdout.write(SHOW_CURSOR)  # a killed rank could not restore it after its progress bar
     code, reason = judge(code, banners, stop, job.activity)
@@ -363,4 +372,8 @@ def explain(code: int, banners: Sequence[str], activity: Path | None = None) -> 
             f"rank {match[1]} on {match[2]} was ended by {match[3]}{where}; "
             "the job was ended with it; train resumes with --resume"
         )
-    return f"mpirun ended with {code}: {text or 'it gave no reason'}"
+    reason = f"mpirun ended with {code}: {text or 'it gave no reason'}"
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= most < FEW_FILES:
+        reason += f"; it may open {most} files only: raise ulimit -n"
+    return reason

@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from hvdtrain.errors import (
     one_line,
 )
 from hvdtrain.health import failure
-from hvdtrain.host import launchers
+from hvdtrain.host import folders, launchers
 from hvdtrain.host.stop import STOP_SIGNALS, end_with_parent
 from hvdtrain.launch import supervise
 
@@ -79,10 +78,9 @@ def notebook_launch(
         )
     if not isinstance(ranks, int) or ranks < 1:
         raise UsageError(f"ranks must be a whole number above 0, not {ranks!r}")
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-call-") as name:
-        folder = Path(name)
+    with folders.temporary() as folder:
         (folder / CALL).write_bytes(_packed(function, arguments, options))
-        outcome = supervise(ranks, [name], module="hvdtrain.notebook")
+        outcome = supervise(ranks, [str(folder)], module="hvdtrain.notebook")
         if (folder / FAILED).is_file():
             _raise_from_rank((folder / FAILED).read_bytes(), outcome.code)
         if outcome.code == Interrupted.exit_code:

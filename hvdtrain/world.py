@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain import transfer
 from hvdtrain.errors import UsageError
-from hvdtrain.host import cores, shared_memory
+from hvdtrain.host import cores, folders
 from hvdtrain.host.launchers import ALGORITHMS, Launch, check_sizes, detect, own_mpirun
 from hvdtrain.host.memory import keep_freed_memory
 from hvdtrain.host.poll import wait_until
@@ -150,9 +150,9 @@ def import_mpi(launch: Launch, allreduce: str) -> Any:
     """
     _set_mpi_environment(launch, allreduce)
     folder = None
-    if shared_memory.SETTINGS[0] not in os.environ:
-        folder = shared_memory.claim_for_ranks(launch.job)
-        os.environ |= {name: str(folder) for name in shared_memory.SETTINGS if folder}
+    if folders.SETTINGS[0] not in os.environ:
+        folder = folders.claim_for_ranks(launch.job)
+        os.environ |= {name: str(folder) for name in folders.SETTINGS if folder}
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -2,12 +2,11 @@
 
 import atexit
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from hvdtrain import data, launch
+from hvdtrain.host import folders
 from tests import durations, warm
 
 ROOT = Path(__file__).parent.parent
@@ -25,9 +25,9 @@ Program = Callable[..., subprocess.CompletedProcess[str]]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The session folder of tests that start mpirun themselves, separate from tests that kill it.
-_sessions = tempfile.mkdtemp(prefix="mpirun-")
-atexit.register(shutil.rmtree, _sessions, ignore_errors=True)
-os.environ[launch.SESSIONS[0]] = _sessions
+_open = ExitStack()
+atexit.register(_open.close)
+os.environ[launch.SESSIONS[0]] = str(_open.enter_context(folders.temporary()))
 
 # Failing examples of property tests are kept in the project's cache. In continuous integration,
 # for which Hypothesis loads its own profile, nothing is kept and runs are deterministic.

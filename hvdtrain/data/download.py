@@ -12,6 +12,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from hvdtrain.errors import DataError
+from hvdtrain.host import output
 
 Progress = Callable[[int, int | None], None]  # bytes so far, total bytes if known
 
@@ -141,11 +142,10 @@ def _bar(name: str, progress: Progress | None) -> Iterator[Progress]:
     if progress is not None:
         yield progress
     elif sys.stderr.isatty():
-        from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        console = Console(stderr=True)
+        console = output.console(stderr=True)
         columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Bar(*columns, console=console) as bar:
             task = bar.add_task(name, total=None)

@@ -33,6 +33,7 @@ from hvdtrain.data.walk import kind_of
 from hvdtrain.data.workers import Files, PackOptions, Task, broken_file, read_image, worker_pool
 from hvdtrain.data.writer import Layout, Progress, write_sources
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host import output
 
 DEFAULT_FILES_SIZE = 224  # the size that image files are decoded to without --size
 _FILES_LOOKED_AT = 1000  # for the average size of a file
@@ -264,11 +265,10 @@ def progress_bar(name: str, total: int) -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield lambda done: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True)) as bar:
+    with Bar(*columns, console=output.console(stderr=True)) as bar:
         task = bar.add_task(name, total=total)
         yield lambda done: bar.update(task, completed=done)

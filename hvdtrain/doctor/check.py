@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from hvdtrain.host import output
+
 State = Literal["ok", "note", "fault"]
 COLOURS: dict[State, str] = {"ok": "green", "note": "yellow", "fault": "bold red"}
 
@@ -68,9 +70,7 @@ def waiting(text: str) -> AbstractContextManager[object]:
     """Show a text on a terminal while the context is open."""
     if not sys.stdout.isatty():
         return nullcontext()
-    from rich.console import Console
-
-    return Console().status(text)
+    return output.console().status(text)
 
 
 def show(checks: Sequence[Check], lines: LaunchLines, closing: str | None = None) -> None:
@@ -78,7 +78,6 @@ def show(checks: Sequence[Check], lines: LaunchLines, closing: str | None = None
     if not sys.stdout.isatty():
         print(report_as_text(checks, lines, closing))
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -87,7 +86,7 @@ def show(checks: Sequence[Check], lines: LaunchLines, closing: str | None = None
         table.add_row(Text(check.state, COLOURS[check.state]), Text(check.name), Text(check.text))
         if check.cure:
             table.add_row("", "", Text(f"fix: {check.cure}", "cyan"))
-    console = Console()
+    console = output.console()
     console.print(table)
     # Printed without wrapping, so that the lines can be copied.
     print("", *_launch_rows(lines), sep="\n")

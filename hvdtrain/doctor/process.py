@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from hvdtrain.host.launchers import needed_by_mpirun
 from hvdtrain.host.remarks import without_launcher_banners
 from hvdtrain.launch import LAUNCHER_VARIABLES
 
@@ -103,8 +104,7 @@ def probe(
     """Run one probe of `hvdtrain.doctor.probe`, on several ranks if a launcher is given."""
     command = [*launcher, sys.executable, "-P", "-m", "hvdtrain.doctor.probe", *arguments]
     if launcher:
-        allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        extra = {**allowed, **(extra or {})}
+        extra = {**needed_by_mpirun(), **(extra or {})}
     outcome = run(command, PROBE_SECONDS, extra)
     return Answer(read_facts(outcome.output), outcome.reason, outcome.errors)
 

@@ -4,6 +4,7 @@ The limits of --stall-timeout, which end a job in which a rank hangs, are here t
 """
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -19,7 +20,14 @@ from types import TracebackType
 from typing import NoReturn
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import EXIT_INTERNAL, HvdtrainError, Interrupted, RankError, UsageError
+from hvdtrain.errors import (
+    EXIT_INTERNAL,
+    HvdtrainError,
+    Interrupted,
+    RankError,
+    UsageError,
+    on_one_line,
+)
 from hvdtrain.host import alert
 from hvdtrain.host.activity import stuck
 from hvdtrain.host.launchers import Launch, detect, torchrun
@@ -39,6 +47,12 @@ OUT_OF_MEMORY = (
 # Loading libraries, and reading and writing checkpoints, takes longer on disks that are shared.
 START_FACTOR, SAVE_FACTOR = 5.0, 5.0
 OTHERS_SAVE_FACTOR = 6.0  # for ranks that wait: the slow rank reaches its limit first
+
+# Errors of the operating system that only the user can fix.
+CURES = {
+    errno.ENAMETOOLONG: "use names of at most 255 bytes, in paths of at most 4,095",
+    errno.EMFILE: "raise ulimit -n",
+}
 
 _ALONE = (("RANK", 0), ("SIZE", 1))
 _first_failure: socket.socket | None = None
@@ -125,6 +139,9 @@ def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
         return Interrupted.exit_code, "hvdtrain: interrupted"
     if isinstance(error, HvdtrainError):
         return error.exit_code, f"hvdtrain: {error}"
+    if isinstance(error, OSError) and (cure := CURES.get(error.errno or 0)):
+        name = f"{on_one_line(error.filename)}: " if error.filename else ""
+        return UsageError.exit_code, f"hvdtrain: {name}{error.strerror}: {cure}"
     message = str(error).lower()
     if isinstance(error, MemoryError) or any(words in message for words in OUT_OF_MEMORY):
         return RankError.exit_code, f"hvdtrain: {where} {_out_of_memory(error)}"

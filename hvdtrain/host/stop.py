@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
@@ -19,6 +20,26 @@ PR_SET_PDEATHSIG = 1
 def end_with_parent(number: signal.Signals) -> None:
     """Have the kernel send this process a signal when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def suspend_with(pid: int) -> None:
+    """Suspend this process, as Ctrl-Z does, and with it a process of another session."""
+    import psutil
+
+    others: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        first = psutil.Process(pid)
+        first.suspend()  # before the search, so that it starts no more
+        others = [first, *first.children(recursive=True)]
+    for process in others[1:]:
+        with suppress(psutil.Error):
+            process.suspend()
+    handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTSTP)  # returns once this process continues
+    signal.signal(signal.SIGTSTP, handler)
+    for process in others:
+        with suppress(psutil.Error):
+            process.resume()
 
 
 class StopRequest:

@@ -16,7 +16,7 @@ import psutil
 
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.health import heartbeat
-from hvdtrain.host import records
+from hvdtrain.host import output, records
 from hvdtrain.jobs import record, slurm
 from hvdtrain.jobs.record import Record
 from hvdtrain.jobs.slurm import State
@@ -108,7 +108,7 @@ def _heartbeat_seconds(run: Path, ranks: int) -> float | None:
     paths = [(path.stem[5:], path) for path in (run / "heartbeats").glob("rank-*.json")]
     beats = [heartbeat.read(p) for rank, p in paths if rank.isdecimal() and int(rank) < ranks]
     times = [beat.time for beat in beats if beat is not None]
-    return time.time() - min(times) if times else None
+    return max(0.0, time.time() - min(times)) if times else None
 
 
 def _last_line(job_record: Record, job: str) -> str:
@@ -130,7 +130,6 @@ def _last_line(job_record: Record, job: str) -> str:
 
 def as_text(rows: Sequence[Row]) -> str:
     """Return a table as wide as the terminal, followed by the last messages of failed jobs."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -142,7 +141,7 @@ def as_text(rows: Sequence[Row]) -> str:
         table.add_row(*row_cells.values())
     text = io.StringIO()
     width = max(shutil.get_terminal_size((160, 24)).columns, 100)
-    Console(file=text, width=width, highlight=False).print(table)
+    output.console(file=text, width=width).print(table)
     notes = [f"{row.run}: {row.note}" for row in rows if row.note]
     return "\n".join([*(line.rstrip() for line in text.getvalue().splitlines()), *notes])
 

@@ -68,12 +68,23 @@ def _check_ranges(options: Iterable[Field[Any]], values: Mapping[str, Any]) -> N
     for name, value in values.items():
         if isinstance(value, int) and abs(value) >= LARGEST_WHOLE:
             raise UsageError(f"{flag(name)} must be below {LARGEST_WHOLE:,}")
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and not _is_utf8(text):
+                raise UsageError(f"{flag(name)} {text!r} is not UTF-8 text: rename it")
     for item in options:
         value = values[item.name]
         for rule, limits in LIMITS.items():
             if rule in item.metadata["rule"] and value is not None and not _holds(rule, value):
                 shown = repr(value) if rule is Rule.ONE_LINE else value
                 raise UsageError(f"{flag(item.name)} must be {limits}, not {shown}")
+
+
+def _is_utf8(text: str) -> bool:
+    """Return whether a text can be recorded; bytes of a command line that are not UTF-8 cannot."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _holds(rule: Rule, value: Any) -> bool:

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.host import alert
+from hvdtrain.host import alert, output
 from hvdtrain.plan.plan import Plan
 from hvdtrain.training.callbacks import Followers
 from hvdtrain.training.metrics import Records, RunFolder
@@ -38,14 +37,14 @@ class Console:
         columns = os.environ.get("HVDTRAIN_TERMINAL_COLUMNS")
         terminal = self.speaks and (columns is not None if launched else sys.stdout.isatty())
         width = int(columns) if columns else None
-        self.rich = RichConsole(force_terminal=terminal, width=width, highlight=False)
+        self.rich = output.console(force_terminal=terminal, width=width)
         self.progress: Progress | None = None
         if terminal:
             self.progress = Progress(
-                TextColumn("{task.description}"),
+                "{task.description}",
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]:.4f}"),
+                "loss {task.fields[loss]:.4f}",
                 TimeRemainingColumn(),
                 console=self.rich,
                 transient=True,

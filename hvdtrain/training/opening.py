@@ -1,7 +1,6 @@
 """The start of a run, up to its first step, and what its seconds went to."""
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -9,7 +8,7 @@ from importlib.util import find_spec
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.host import quiet
-from hvdtrain.host.ownership import LAUNCHED, process_start
+from hvdtrain.host.ownership import LAUNCHED, process_start, since_boot
 from hvdtrain.options.configfile import public
 from hvdtrain.training.precheck import NO_TENSORFLOW
 from hvdtrain.training.run import Run
@@ -26,7 +25,7 @@ class StartClock:
     process.
 
     Attributes:
-        last: when the last phase ended, in seconds since the epoch of the system's clock.
+        last: when the last phase ended, in seconds since boot.
         seconds: by phase, in their order.
     """
 
@@ -39,7 +38,7 @@ class StartClock:
 
     def mark(self, phase: str) -> None:
         """Count the seconds since the last mark for a phase."""
-        now = time.time()
+        now = since_boot()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
         self.last = now
 

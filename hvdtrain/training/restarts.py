@@ -12,7 +12,7 @@ from hvdtrain.errors import Interrupted, Preempted, RankError, shortened
 from hvdtrain.health.failure import start_patience
 from hvdtrain.health.starts import MOST_FRUITLESS_STARTS, newest
 from hvdtrain.host import alert
-from hvdtrain.host.ownership import LAUNCH, LAUNCHED, process_start
+from hvdtrain.host.ownership import LAUNCH, LAUNCHED, process_start, since_boot
 from hvdtrain.launch import RanksStop
 from hvdtrain.options import injection
 from hvdtrain.plan.planfile import refit
@@ -64,7 +64,7 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
         restart = f"restarting on {ranks} rank(s) from the last checkpoint of {folder}{when}"
         _say(f"{restart}; {left - 1} restart(s) left")
         _wait(wait, stop)
-        launched = time.time()
+        launched = since_boot()
     return ended.code
 
 

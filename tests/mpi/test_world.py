@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.host.shared_memory import SETTINGS
+from hvdtrain.host.folders import SETTINGS
 from hvdtrain.world import World
 
 

@@ -1,4 +1,5 @@
 import contextlib
+import resource
 import signal
 
 import pytest
@@ -13,6 +14,7 @@ from hvdtrain.launch import (
     judge,
     supervise,
 )
+from tests.children import end_of, in_child
 
 FRAME = "-" * 74 + "\n"
 KILLED = """\
@@ -30,6 +32,15 @@ def test_an_end_without_reason_is_said_to_be_one() -> None:
         "mpirun ended with 213: There are not enough slots available"
     )
     assert explain(5, []) == "mpirun ended with 5: it gave no reason"
+
+
+def test_too_few_open_files_are_named() -> None:
+    def open_few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+        reason = "it gave no reason; it may open 24 files only: raise ulimit -n"
+        assert explain(186, []) == f"mpirun ended with 186: {reason}"
+
+    assert end_of(in_child(open_few)) == 0
 
 
 def test_what_mpirun_could_not_start_is_in_the_line() -> None:

@@ -1,6 +1,7 @@
 """Whole runs of several ranks, started and ended as users do, without simulation."""
 
 import contextlib
+import os
 import re
 import shlex
 import signal
@@ -14,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdtrain.host.folders import SETTINGS
 from hvdtrain.host.launchers import own_mpirun
-from hvdtrain.host.shared_memory import SETTINGS
 from hvdtrain.host.stop import SAME_CTRL_C_SECONDS
 from hvdtrain.launch import mpirun
 from hvdtrain.training.evaluate import MEASURED
@@ -26,6 +27,7 @@ from tests.single.training.jobs import (
     begin,
     clients_of,
     events_of,
+    is_stopped,
     ranks_of,
     resume,
     start,
@@ -86,6 +88,48 @@ def test_folders_that_killed_launchers_left_are_in_nobodys_way(
     trained = hvdtrain(*options, "--run", tmp_path / "run", **sessions)
     assert trained.returncode == 0, trained.stderr
     assert not list(left.glob("hvdtrain-*"))
+
+
+def test_ranks_train_without_home_and_without_output(small_set: Path, tmp_path: Path) -> None:
+    """Cron and services set no HOME. mpirun ends its ranks after 10 lines into a closed pipe."""
+    options = ("--model", "cnn", "--data", small_set, "--batch-size", 300, "--epochs", 20)
+    environment = program_environment()
+    environment.pop("HOME", None)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        program("train", *options, "--ranks", 2, "--run", tmp_path / "run"),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("standard output cannot be written") == done.stderr.count("\n") == 1
+    assert summary_of(tmp_path / "run")["epochs"] == 20
+
+
+def test_ctrl_z_suspends_the_ranks_too(small_set: Path, tmp_path: Path) -> None:
+    options = (*LONG, "--data", small_set, "--ranks", 2, "--run", tmp_path / "run")
+    # A process group of its own, as a shell gives it: Ctrl-Z is ignored where nobody continues it.
+    job = subprocess.Popen(
+        program("train", *options, cold=True),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=program_environment(),
+        process_group=0,
+    )
+    wait_for(job, (tmp_path / "run" / "checkpoints").exists)
+    everyone = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+    assert len(everyone) >= 4  # the launcher, mpirun and two ranks
+    job.send_signal(signal.SIGTSTP)
+    wait_for(job, lambda: all(map(is_stopped, everyone)))
+    job.send_signal(signal.SIGCONT)
+    wait_for(job, lambda: not any(map(is_stopped, everyone)))
+    job.send_signal(signal.SIGINT)
+    assert job.wait(SOON_SECONDS) == 130, job.communicate()
 
 
 def test_what_ranks_share_is_their_jobs_own_and_gone_after_it() -> None:

@@ -97,6 +97,15 @@ def test_the_last_words_of_hvdtrain_are_the_note(tmp_path: Path) -> None:
     assert "disk full" in watch.as_text([row])
 
 
+def test_a_run_with_brackets_in_its_name_is_shown_as_it_is(tmp_path: Path) -> None:
+    """rich raised an error for such a name, and `jobs status` showed no run at all."""
+    run = tmp_path / "x[/b]:b:[red]"
+    run.mkdir(parents=True)
+    record.write(run, RECORD)
+    (row,) = watch.rows(record.runs_of([str(run)]))
+    assert "x[/b]:b:[red]" in watch.as_text([replace(row, run="x[/b]:b:[red]")])
+
+
 def test_the_sign_of_life_is_that_of_the_rank_silent_longest(tmp_path: Path) -> None:
     record.write(tmp_path, RECORD)
     beats = tmp_path / "heartbeats"

@@ -12,6 +12,7 @@ from hvdtrain import data
 from hvdtrain.data.index import read_index
 from hvdtrain.data.staging import stage, staged_folder
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host import folders
 from tests.conftest import Program
 from tests.single.training.jobs import assert_each_sample_once, small_disk, summary_of
 
@@ -37,6 +38,14 @@ def test_a_copy_is_made_once_and_mended_where_it_is_damaged(
     flip_last_bit(victim)
     assert stage(index, str(tmp_path)) == victim.stat().st_size
     assert data.verify(folder) == []
+
+
+def test_a_copy_in_shared_memory_outlives_the_next_start(small_set: Path, tmp_path: Path) -> None:
+    """The next start of several ranks removed the copy of --stage /dev/shm as a killed job's."""
+    index = read_index(small_set)
+    stage(index, str(tmp_path))
+    with folders.temporary(tmp_path):
+        assert stage(index, str(tmp_path)) == 0
 
 
 def test_a_damaged_source_is_named_and_not_copied(tmp_path: Path) -> None:

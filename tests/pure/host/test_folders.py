@@ -1,4 +1,4 @@
-"""A job's folder in shared memory: kept while a process claims it, removed after a kill."""
+"""A temporary folder: kept while a process claims it, removed after a kill."""
 
 import os
 import signal
@@ -6,41 +6,41 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.host import shared_memory
+from hvdtrain.host import folders
 from tests.children import end_of, in_child
 
 
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(shared_memory, "BASE", tmp_path)
+    monkeypatch.setattr(folders, "BASE", tmp_path)
     return tmp_path
 
 
 def test_it_is_kept_while_one_of_its_processes_lives(base: Path) -> None:
     def be_killed() -> None:
-        folder = shared_memory.claim("shared")
+        folder = folders.claim("shared")
         assert folder is not None
         (folder / "segment").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    mine = shared_memory.claim("shared")
+    mine = folders.claim("shared")
     assert mine is not None
     assert mine.stat().st_mode & 0o777 == 0o700
     assert end_of(in_child(be_killed)) == -signal.SIGKILL
-    shared_memory.claim("another")
+    folders.claim("another")
     assert (mine / "segment").exists()
 
 
 def test_what_the_killed_leave_goes_with_the_next_job(base: Path) -> None:
     def be_killed() -> None:
-        folder = shared_memory.claim("killed")
+        folder = folders.claim("killed")
         assert folder is not None
         (folder / "segment").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert end_of(in_child(be_killed)) == -signal.SIGKILL
     assert [path.name for path in base.glob("*/*")] == ["segment"]
-    mine = shared_memory.claim("next")
+    mine = folders.claim("next")
     assert list(base.iterdir()) == [mine]
 
 
@@ -49,7 +49,7 @@ def test_ranks_that_come_and_go_at_once_all_have_one(base: Path) -> None:
 
     def come_and_go() -> None:
         for _ in range(300):
-            folder = shared_memory.claim("shared")
+            folder = folders.claim("shared")
             assert folder is not None
             (folder / f"segment-{os.getpid()}").touch()
 
@@ -59,12 +59,25 @@ def test_ranks_that_come_and_go_at_once_all_have_one(base: Path) -> None:
 
 def test_a_link_in_its_place_is_not_followed(base: Path) -> None:
     (base / "elsewhere").mkdir()
-    (base / f"hvdtrain-{os.getuid()}-mine").symlink_to(base / "elsewhere")
-    assert shared_memory.claim("mine") is None
+    (base / f"hvdtrain-job-{os.getuid()}-mine").symlink_to(base / "elsewhere")
+    assert folders.claim("mine") is None
 
 
 def test_where_there_is_no_room_open_mpi_does_as_it_would(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "BASE", base / "none")
-    assert shared_memory.claim("mine") is None
+    monkeypatch.setattr(folders, "BASE", base / "none")
+    assert folders.claim("mine") is None
+
+
+def test_a_folder_ends_with_its_block_and_that_of_the_killed_with_the_next(base: Path) -> None:
+    def be_killed() -> None:
+        with folders.temporary(base) as folder:
+            (folder / "file").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert end_of(in_child(be_killed)) == -signal.SIGKILL
+    assert [path.name for path in base.glob("*/*")] == ["file"]
+    with folders.temporary(base) as one, folders.temporary(base) as two:
+        assert sorted(base.iterdir()) == sorted([one, two])
+    assert not list(base.iterdir())

@@ -1,0 +1,93 @@
+"""Standard output and standard error, whose loss never ends a run, and rich's console on them."""
+
+import codecs
+import errno
+import io
+import os
+import select
+import sys
+import threading
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from hvdtrain.errors import HvdtrainError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIECE_BYTES = 2**16
+CLOSED_PIPE_EXIT = 141  # as shells report a program that SIGPIPE has ended
+
+# Whether the output is all that the command makes. Then its loss ends the command.
+is_the_product = True
+
+
+class _Stream(io.FileIO):
+    """A descriptor that drops what it cannot write, after one remark."""
+
+    is_lost = False
+
+    @override
+    def write(self, data: Any) -> int:
+        try:
+            while (written := super().write(data)) is None:  # another program made it non-blocking
+                select.select((), (self,), ())
+            return written
+        except OSError as error:
+            if not self.is_lost:
+                self.is_lost = True
+                self._report(error)
+            return len(data)
+
+    def _report(self, error: OSError) -> None:
+        if self.fileno() != 1:
+            return
+        reason = f"standard output cannot be written ({error.strerror})"
+        if is_the_product and threading.current_thread() is threading.main_thread():
+            if error.errno == errno.EPIPE:
+                raise SystemExit(CLOSED_PIPE_EXIT)
+            raise HvdtrainError(f"{reason}: redirect it elsewhere")
+        with suppress(OSError):
+            print(f"hvdtrain: {reason}: continuing without it", file=sys.stderr, flush=True)
+
+
+def guard() -> None:
+    """Make this process's output streams drop what cannot be written, in any encoding.
+
+    A descriptor that the caller closed is taken, since a file of the run would get its number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # writes still fail
+        before = getattr(sys, name)
+        if number == 0 or before is not getattr(sys, f"__{name}__"):
+            continue  # a test or a notebook has replaced it
+        encoding = before.encoding if before else None
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(_Stream(number, "w", closefd=False)),
+            encoding,
+            "backslashreplace",
+            line_buffering=True,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def forward(source: IO[str] | None) -> None:
+    """Write to standard output, at once, what a process writes to a pipe."""
+    assert source is not None
+    decoder = codecs.getincrementaldecoder(sys.stdout.encoding or "utf-8")("replace")
+    while piece := os.read(source.fileno(), PIECE_BYTES):
+        sys.stdout.write(decoder.decode(piece))
+        sys.stdout.flush()
+
+
+def console(**settings: Any) -> "Console":
+    """Return a console that prints names as they are: to rich, `x[/b]` and `:b:` are markup."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False, **settings)
