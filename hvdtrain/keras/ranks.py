@@ -19,6 +19,7 @@ HOROVOD = {
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "300",
     "HOROVOD_LOG_LEVEL": "warning",
 }
+PIECE_BYTES = 2**28  # of a broadcast: MPI sends less than 2 GiB at once
 WHOLE = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # integer dtypes by their bytes
 
 
@@ -126,9 +127,18 @@ def gather(what: str, value: Any) -> list[Any]:
 def broadcast(variables: Sequence[keras.Variable]) -> None:
     """Give all ranks the values of rank 0. Collective."""
     current = world.current()
-    values = [variable.numpy() for variable in variables] if current.rank == 0 else None
-    for variable, value in zip(variables, current.broadcast(values), strict=True):
-        variable.assign(value)
+    if current.communicator is None:
+        return
+    kinds = [(tuple(variable.shape), variable.dtype) for variable in variables]
+    if any(theirs != kinds for theirs in gather("sending weights", kinds)):
+        raise UsageError("the ranks' models have different variables: use the same on all ranks")
+    for variable in variables:
+        value = np.array(variable.numpy(), order="C")
+        content = value.reshape(-1).view(np.uint8)
+        for start in range(0, content.size, PIECE_BYTES):
+            current.communicator.Bcast(content[start : start + PIECE_BYTES])
+        if current.rank > 0:
+            variable.assign(value)
 
 
 def is_float(variable: keras.Variable) -> bool:
