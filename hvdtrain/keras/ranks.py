@@ -41,11 +41,23 @@ def start(threads: int | None = None, allreduce: str = "auto") -> World:
     current = world.start(allreduce, threads)
     if current.size > 1:
         failure.end_all_on_exception()
+    if current.rank > 0:
+        write_nothing()
     with before_any_model():
         use_own_threads(current)
         use_gpus([current.local_rank])
     start_horovod(current)
     return current
+
+
+def write_nothing() -> None:
+    """Let the callbacks of Keras that write files do nothing here, but restore as before."""
+    kinds = keras.callbacks
+    hooks = [(kind, name) for kind in (kinds.CSVLogger, kinds.TensorBoard) for name in vars(kind)]
+    hooks = [(kind, name) for kind, name in hooks if name.startswith(("on_", "set_model"))]
+    hooks += [(kind, "_save_model") for kind in (kinds.ModelCheckpoint, kinds.BackupAndRestore)]
+    for kind, name in [*hooks, (kinds.BackupAndRestore, "on_train_end")]:
+        setattr(kind, name, lambda *_, **__: None)
 
 
 @contextmanager
