@@ -12,6 +12,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras.losses import MeanLoss, watched_losses
 from hvdtrain.keras.optimizer import as_it_was, is_distributed, sums
 from hvdtrain.keras.ranks import average_statistics, broadcast, check_same, gather, is_float
+from hvdtrain.keras.stopping import StopTogether
 
 
 def callbacks(
@@ -31,7 +32,8 @@ def callbacks(
     needed: list[keras.callbacks.Callback] = []
     if average_every is not None:
         needed.append(LocalSteps(average_every))
-    needed += [SameWeights(is_local=bool(needed)), ExactMetrics()]
+    needed += [SameWeights(is_local=bool(needed)), StopTogether(average_every or 1)]
+    needed.append(ExactMetrics())
     if warmup_epochs:
         needed.append(WarmUp(warmup_epochs))
     if save_to is not None:
@@ -198,12 +200,21 @@ class LocalSteps(keras.callbacks.Callback):
         super().__init__()
         if period < 1:
             raise UsageError(f"average_every={period} is too small: use at least 1")
-        self.period, self.steps, self.are_apart = period, 0, False
+        self.period, self.are_apart = period, False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Refuse averages in the middle of an execution of several steps."""
+        if self.period % self.model.steps_per_execution:
+            raise UsageError(
+                f"average_every={self.period} is not a multiple of steps_per_execution="
+                f"{self.model.steps_per_execution}, and Keras calls callbacks after these: "
+                "change one of them"
+            )
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Average if the step ends a period."""
-        self.steps, self.are_apart = self.steps + 1, True
-        if self.steps % self.period == 0:
+        self.are_apart = True
+        if (batch + 1) % self.period == 0:  # each epoch starts at 0
             self.average()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -211,9 +222,8 @@ class LocalSteps(keras.callbacks.Callback):
         self.average()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average, so that ranks end the epoch with the same model; periods start again."""
+        """Average, so that ranks end the epoch with the same model."""
         self.average()
-        self.steps = 0
 
     def average(self) -> None:
         """Average unless there was no step since the last time. Collective."""
