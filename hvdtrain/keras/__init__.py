@@ -22,6 +22,7 @@ from hvdtrain.keras.callbacks import (
 from hvdtrain.keras.dataset import Datasets, datasets
 from hvdtrain.keras.optimizer import optimizer
 from hvdtrain.keras.ranks import start
+from hvdtrain.keras.stopping import StopTogether
 
 __all__ = [
     "Datasets",
@@ -29,6 +30,7 @@ __all__ = [
     "LocalSteps",
     "SameWeights",
     "SaveOnFirstRank",
+    "StopTogether",
     "WarmUp",
     "callbacks",
     "datasets",

@@ -9,8 +9,10 @@ import numpy as np
 
 from hvdtrain import world
 from hvdtrain.errors import UsageError
+from hvdtrain.keras.losses import MeanLoss, watched_losses
 from hvdtrain.keras.optimizer import as_it_was, is_distributed, sums
 from hvdtrain.keras.ranks import average_statistics, broadcast, check_same, gather, is_float
+from hvdtrain.keras.stopping import StopTogether
 
 
 def callbacks(
@@ -27,9 +29,11 @@ def callbacks(
         average_every: steps after which ranks average their weights, instead of gradients in
             every step: compile the model with an optimizer of Keras, see `LocalSteps`.
     """
-    needed: list[keras.callbacks.Callback] = [SameWeights(), ExactMetrics()]
+    needed: list[keras.callbacks.Callback] = []
     if average_every is not None:
-        needed = [LocalSteps(average_every), SameWeights(is_local=True), ExactMetrics()]
+        needed.append(LocalSteps(average_every))
+    needed += [SameWeights(is_local=bool(needed)), StopTogether(average_every or 1)]
+    needed.append(ExactMetrics())
     if warmup_epochs:
         needed.append(WarmUp(warmup_epochs))
     if save_to is not None:
@@ -48,6 +52,8 @@ class SameWeights(keras.callbacks.Callback):
         """Expect an optimizer that averages gradients, or with `is_local` one that does not."""
         super().__init__()
         self.is_local = is_local
+        self.losses: list[MeanLoss] = []
+        self.is_compared = True
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Give all ranks rank 0's variables of model and optimizers.
@@ -55,6 +61,7 @@ class SameWeights(keras.callbacks.Callback):
         Raises:
             UsageError: on all ranks, if the model is not built, one of its optimizers averages
                 nothing, or ranks train different models or for different numbers of steps.
+                The first step raises it for a loss that is not a mean over samples.
         """
         if world.current().size == 1:
             return
@@ -68,6 +75,36 @@ class SameWeights(keras.callbacks.Callback):
         if self.model.jit_compile:  # XLA cannot compile Horovod's operations
             self.model.jit_compile = False
             self.model.make_train_function(force=True)
+        self.losses = [] if self.is_local else watched_losses(self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Compare the number of the epoch, and let the first step compare its losses.
+
+        Raises:
+            UsageError: on all ranks, if some ranks restored another epoch than others.
+        """
+        epochs = gather("starting an epoch", epoch)
+        for rank, theirs in enumerate(epochs):
+            if theirs != epochs[0]:
+                raise UsageError(
+                    f"rank {rank} starts with epoch {theirs} and rank 0 with epoch {epochs[0]}: "
+                    "use a folder for BackupAndRestore that all hosts share"
+                )
+        for loss in self.losses:
+            loss.is_due.assign(True)
+        self.is_compared = False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Read what the first step of the epoch compared.
+
+        Raises:
+            UsageError: on all ranks, if a loss is not a mean over samples on one of them.
+        """
+        if not self.is_compared:
+            faults = gather("comparing losses", [loss.fault() for loss in self.losses])
+            if texts := [text for rank_faults in faults for text in rank_faults if text]:
+                raise UsageError(texts[0])
+        self.is_compared = True
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Average statistics, so that all ranks evaluate the same model."""
@@ -163,12 +200,21 @@ class LocalSteps(keras.callbacks.Callback):
         super().__init__()
         if period < 1:
             raise UsageError(f"average_every={period} is too small: use at least 1")
-        self.period, self.steps, self.are_apart = period, 0, False
+        self.period, self.are_apart = period, False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Refuse averages in the middle of an execution of several steps."""
+        if self.period % self.model.steps_per_execution:
+            raise UsageError(
+                f"average_every={self.period} is not a multiple of steps_per_execution="
+                f"{self.model.steps_per_execution}, and Keras calls callbacks after these: "
+                "change one of them"
+            )
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Average if the step ends a period."""
-        self.steps, self.are_apart = self.steps + 1, True
-        if self.steps % self.period == 0:
+        self.are_apart = True
+        if (batch + 1) % self.period == 0:  # each epoch starts at 0
             self.average()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -176,9 +222,8 @@ class LocalSteps(keras.callbacks.Callback):
         self.average()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average, so that ranks end the epoch with the same model; periods start again."""
+        """Average, so that ranks end the epoch with the same model."""
         self.average()
-        self.steps = 0
 
     def average(self) -> None:
         """Average unless there was no step since the last time. Collective."""

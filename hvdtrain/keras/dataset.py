@@ -21,13 +21,15 @@ Rows = order.Rows
 WeightedBatch = tuple[np.ndarray, np.ndarray, np.ndarray]  # images, labels, weights
 AHEAD = 2  # batches prepared in advance
 CACHE_BYTES = 2 * 2**30
+uneven: set[int] = set()  # sizes of batches that ranks share unevenly, in the sets opened so far
 
 
 @dataclass(frozen=True)
 class Datasets:
     """This rank's part of a data set, for `fit` and `evaluate`.
 
-    Batches are (images float32 [n, H, W, C], labels int64 [n], weights float32 [n]).
+    Batches are (images float32 [n, H, W, C], labels int64 [n], weights float32 [n]). Keras refuses
+    `class_weight` beside weights: multiply the weights of `train` by it, with `train.map`.
     If ranks have different numbers of samples of a global batch, the weights make the mean of the
     ranks' losses the mean over all samples. In training all weights are 1 except in an uneven
     batch, in evaluation they are always 1. (In an uneven batch the loss and metrics of training
@@ -79,6 +81,7 @@ def datasets(
             f"a batch of {batch_size} images is too small for {current.size} ranks: use at least "
             "one image per rank"
         )
+    uneven.update(size for size in (batch_size, len(rows) % batch_size) if size % current.size)
     memory = CACHE_BYTES // current.local_size
     split = {name: open_split(index, name, memory) for name in index.splits}
     normal = normalisation(normalise, index, rows, current)

@@ -19,6 +19,7 @@ HOROVOD = {
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "300",
     "HOROVOD_LOG_LEVEL": "warning",
 }
+PIECE_BYTES = 2**28  # of a broadcast: MPI sends less than 2 GiB at once
 WHOLE = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # integer dtypes by their bytes
 
 
@@ -40,11 +41,23 @@ def start(threads: int | None = None, allreduce: str = "auto") -> World:
     current = world.start(allreduce, threads)
     if current.size > 1:
         failure.end_all_on_exception()
+    if current.rank > 0:
+        write_nothing()
     with before_any_model():
         use_own_threads(current)
         use_gpus([current.local_rank])
     start_horovod(current)
     return current
+
+
+def write_nothing() -> None:
+    """Let the callbacks of Keras that write files do nothing here, but restore as before."""
+    kinds = keras.callbacks
+    hooks = [(kind, name) for kind in (kinds.CSVLogger, kinds.TensorBoard) for name in vars(kind)]
+    hooks = [(kind, name) for kind, name in hooks if name.startswith(("on_", "set_model"))]
+    hooks += [(kind, "_save_model") for kind in (kinds.ModelCheckpoint, kinds.BackupAndRestore)]
+    for kind, name in [*hooks, (kinds.BackupAndRestore, "on_train_end")]:
+        setattr(kind, name, lambda *_, **__: None)
 
 
 @contextmanager
@@ -126,9 +139,18 @@ def gather(what: str, value: Any) -> list[Any]:
 def broadcast(variables: Sequence[keras.Variable]) -> None:
     """Give all ranks the values of rank 0. Collective."""
     current = world.current()
-    values = [variable.numpy() for variable in variables] if current.rank == 0 else None
-    for variable, value in zip(variables, current.broadcast(values), strict=True):
-        variable.assign(value)
+    if current.communicator is None:
+        return
+    kinds = [(tuple(variable.shape), variable.dtype) for variable in variables]
+    if any(theirs != kinds for theirs in gather("sending weights", kinds)):
+        raise UsageError("the ranks' models have different variables: use the same on all ranks")
+    for variable in variables:
+        value = np.array(variable.numpy(), order="C")
+        content = value.reshape(-1).view(np.uint8)
+        for start in range(0, content.size, PIECE_BYTES):
+            current.communicator.Bcast(content[start : start + PIECE_BYTES])
+        if current.rank > 0:
+            variable.assign(value)
 
 
 def is_float(variable: keras.Variable) -> bool:

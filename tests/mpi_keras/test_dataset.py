@@ -87,6 +87,17 @@ def test_a_batch_smaller_than_the_ranks_is_refused(world: World, folder: Path) -
         distributed.datasets(folder, world.size - 1)
 
 
+@pytest.mark.several_ranks
+def test_losses_that_ignore_weights_are_refused_with_uneven_batches(folder: Path) -> None:
+    data = distributed.datasets(folder, BATCH)
+    model = keras.Sequential([keras.Input((16, 16, 3)), keras.layers.Flatten()])
+    model.add(keras.layers.Dense(data.classes, activity_regularizer="l2"))
+    model.compile(distributed.optimizer(keras.optimizers.SGD()), keras.losses.get("mse"))
+    with pytest.raises(UsageError, match=r"which a batch of 1[36] images needs"):
+        callbacks = distributed.callbacks()
+        model.fit(data.train, steps_per_epoch=1, verbose=0, callbacks=callbacks)
+
+
 def test_what_is_evaluated_is_each_sample_once(world: World, folder: Path) -> None:
     """Loss and accuracy are those of one process, for different numbers of samples per rank."""
     data = distributed.datasets(folder, BATCH, holdout=0.2)

@@ -60,6 +60,15 @@ def test_ranks_differ_until_they_average(world: World) -> None:
     assert compared.equal == [world.size == 1, True, world.size == 1, True]
 
 
+def test_an_execution_of_several_steps_ends_at_an_average(world: World) -> None:
+    """Executions were counted as steps, so that periods of 4 steps ended after 16."""
+    compared, model = Compared(world), compiled(sgd(), steps_per_execution=2)
+    fit(model, world, *distributed.callbacks(average_every=2), compared)
+    assert compared.equal == [True, True]
+    with pytest.raises(UsageError, match="average_every=3 is not a multiple of steps_per_exec"):
+        fit(model, world, *distributed.callbacks(average_every=3))
+
+
 @pytest.mark.several_ranks
 def test_an_optimizer_that_averages_gradients_is_refused(world: World) -> None:
     model = compiled(distributed.optimizer(sgd()))

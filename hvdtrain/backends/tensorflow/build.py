@@ -74,10 +74,14 @@ def _check_loss(name: str, model: keras.Model) -> None:
         raise UsageError(
             f"model {name!r} ends in a softmax, which belongs to the loss: return logits"
         )
+
+
+def check_no_losses(model: keras.Model) -> None:
+    """Raise UsageError if the last forward pass of the model added losses."""
     if model.losses:
         raise UsageError(
-            f"model {name!r} has losses of its own (regularisers), which a run ignores: "
-            "remove them, and use --weight-decay"
+            f"model {model.name!r} has losses of its own (regularisers, add_loss), which a run "
+            "ignores: remove them, and use --weight-decay"
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from hvdtrain.backends.tensorflow.build import check_no_losses
 from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps
 from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, owners
 from hvdtrain.data import order
@@ -178,12 +179,17 @@ class KerasSession(Session):
         )
 
     def trace(self) -> None:
-        """Trace a step on a full batch, so that the first step does not include the tracing."""
+        """Trace a step on a full batch, so that the first step does not include the tracing.
+
+        Raises:
+            UsageError: if the model adds losses in training.
+        """
         batch = np.zeros(min(self.config.batch_size, len(self.train_rows)), np.int64)
         rows, _ = self.local_rows(batch, is_training=True)
         images = np.zeros((len(rows), *self.index.image_shape), np.uint8)
         arguments = self._arguments(Feed(images, rows, rows), len(batch))
         (self.mirrored or self.steps).trace(*arguments)
+        check_no_losses(self.steps.model)
 
     def _arguments(self, feed: Feed, batch_size: int) -> tuple[Any, ...]:
         return feed.images, feed.labels, self.steps.dtype.as_numpy_dtype(batch_size)

@@ -58,6 +58,17 @@ def regularised(classes, image_size):
     head = layers.Dense(classes, kernel_regularizer="l2")
     return keras.Sequential([inputs, layers.Flatten(), head])
 
+class Adding(keras.layers.Layer):
+    def call(self, images, training=False):
+        if training:
+            self.add_loss(keras.ops.mean(images))
+        return images
+
+def adding(classes, image_size):
+    layers = keras.layers
+    inputs = layers.Input((image_size, image_size, 3))
+    return keras.Sequential([inputs, Adding(), layers.Flatten(), layers.Dense(classes)])
+
 def larger(classes, image_size):
     layers = keras.layers
     inputs = layers.Input((2 * image_size, 2 * image_size, 3))
@@ -393,7 +404,8 @@ def test_a_damaged_shard_ends_the_run(hvdtrain: Program, small_set: Path, tmp_pa
     ("options", "message"),
     [
         (("--model", "own:softmax"), "ends in a softmax, which belongs to the loss"),
-        (("--model", "own:regularised"), "has losses of its own (regularisers)"),
+        (("--model", "own:regularised"), "has losses of its own (regularisers, add_loss)"),
+        (("--model", "own:adding"), "has losses of its own (regularisers, add_loss)"),
         (("--model", "own:larger"), "does not turn images of 16x16 into one tensor: "),
         (("--model", "own:two"), "does not turn images of 16x16 into one tensor: "),
         (("--model", "resnet18"), "--framework tensorflow has no model resnet18: use cnn, or "),
