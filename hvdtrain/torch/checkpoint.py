@@ -29,6 +29,7 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch.alike import check_models
 from hvdtrain.torch.reduction import COMPILED
 from hvdtrain.torch.state import State, Watched
 
@@ -57,8 +58,7 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
         model.check_steps()
         model.meet()
     steps = state.models[0].steps
-    if state.sampler is not None:
-        state.sampler.settle()
+    check_models(state, Note(Action.SAVING, number=steps))
     rng = state.agreement.gather(Note(Action.SAVING, number=steps), _random_states(state))
     kept = _kept(state)
     fault, path = None, Path(folder) / store.name_of(steps)
@@ -237,6 +237,7 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
     for model, count in zip(state.models, steps, strict=True):
         model.steps = count
     state.positions, state.restored = positions, bool(positions)
+    state.readings = [reading for reading in state.readings if reading.is_live]
 
 
 def _random_states(state: State) -> RandomStates:
