@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch import mpirun
-from hvdtrain.torch.start import IN_A_CHILD
 from tests import warm
 from tests.conftest import ROOT, Program, program_environment
 
@@ -259,7 +258,8 @@ def test_a_spawned_worker_that_imports_the_program_is_refused_in_one_line(tmp_pa
     words = ["import runpy, sys", f"sys.argv = [{str(program)!r}]", "runpy.run_path(sys.argv[0]"]
     text = "; ".join(words) + ", run_name='__main__')"
     done = run_script(1, text)
-    assert set(lines_of(done)) == {f"hvdtrain: {IN_A_CHILD}"}, done.stderr
+    (line,) = set(lines_of(done))  # the worker may print it, too
+    assert line.startswith("hvdtrain: distributed.start() is called again in a child process")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 
