@@ -94,8 +94,8 @@ def evaluate(
             "the criterion is not a mean over samples, so its mean depends on how they are divided"
             ": have it return (loss, weight), and train inside `with distributed.weight(weight):`"
         )
-    result = {"loss": math.fsum(math.fsum(one.losses) for one in everywhere) / weight}
-    result["samples"] = samples
+    loss = math.fsum(math.fsum(one.losses) for one in everywhere)
+    result = {"loss": loss / weight if weight else math.nan, "samples": samples}
     is_classifier = all(one.is_classifier for one in everywhere)
     correct = sum(one.correct for one in everywhere)
     return result | ({"accuracy": correct / answers} if is_classifier else {})
@@ -156,7 +156,9 @@ def _is_mean(outputs: Any, labels: Any, criterion: Criterion) -> bool:
         return True
     whole, *means = map(float, losses)
     error = (means[0] * cut + means[1] * (count - cut)) / count - whole
-    return abs(error) <= 1e3 * torch.finfo(losses[0].dtype).eps * abs(whole)
+    return not math.isfinite(whole) or abs(error) <= 1e3 * torch.finfo(losses[0].dtype).eps * abs(
+        whole
+    )
 
 
 def _samples(state: State, number: int, inputs: Any, labels: Any) -> int:
