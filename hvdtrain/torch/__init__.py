@@ -11,7 +11,7 @@ After `loss.backward()` gradients are those of the mean loss over the global bat
 of it each rank has. Everything else of the loop stays as it is.
 """
 
-from hvdtrain.torch.accumulate import accumulate, clip_norm_
+from hvdtrain.torch.accumulate import accumulate, clip_norm_, weight
 from hvdtrain.torch.checkpoint import load, save
 from hvdtrain.torch.evaluate import evaluate, total
 from hvdtrain.torch.loader import loader
@@ -36,4 +36,5 @@ __all__ = [
     "steps",
     "stop",
     "total",
+    "weight",
 ]

@@ -1,5 +1,6 @@
 """Accumulation and clipping of gradients in a user's loop."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,40 @@ def accumulate(active: bool = True) -> Iterator[None]:
         yield
     finally:
         state.accumulating = before
+
+
+@contextmanager
+def weight(part: float | Tensor, whole: float | Tensor | None = None) -> Iterator[None]:
+    """Give the weight of this rank's loss in backwards inside the block.
+
+    A rank's loss usually is the mean over its samples, which hvdtrain counts. If it is divided by
+    something else, as with weights of classes or with `ignore_index`, give the divisor:
+
+        with distributed.weight(class_weights[labels].sum()):
+            loss.backward()
+
+    Args:
+        part: the number that the loss of this rank is divided by; the loss counts by its share of
+            the sum over all ranks.
+        whole: in place of this sum; `weight(1, 1)` adds up the losses of all ranks.
+
+    Raises:
+        UsageError: if a number is negative or not finite, or `whole` is 0.
+    """
+    numbers = float(part), None if whole is None else float(whole)
+    if (
+        not 0 <= numbers[0] < math.inf
+        or not 0 < (1.0 if numbers[1] is None else numbers[1]) < math.inf
+    ):
+        raise UsageError(
+            f"weight({part}, {whole}) is not possible: give finite numbers, not below 0"
+        )
+    state = states.current()
+    before, state.loss_weight = state.loss_weight, numbers
+    try:
+        yield
+    finally:
+        state.loss_weight = before
 
 
 def clip_norm_(

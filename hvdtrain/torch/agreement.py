@@ -56,6 +56,9 @@ class Note(NamedTuple):
         number: number of the backward of this model, from 1.
         position: samples of the loader consumed after this batch; -1 without a loader.
         samples: samples of this rank.
+        weight: bits of the weight that the user gave them.
+        settings: checksum of the learning rates and other options of its optimizers.
+        contents: checksum of the data set.
         missing: number of parameters without a gradient on this rank.
         missing_digest: checksum of their places.
         fingerprint: of the weights; 0 where they are not compared.
@@ -68,6 +71,9 @@ class Note(NamedTuple):
     number: int = 0
     position: int = -1
     samples: int = 0
+    weight: int = 0
+    settings: int = 0
+    contents: int = 0
     missing: int = 0
     missing_digest: int = 0
     fingerprint: int = 0
@@ -158,6 +164,16 @@ class Agreement:
                 f"{in_words(self._note)}: look for a rank that hangs, or raise stall_timeout of "
                 "hvdtrain.torch.start"
             )
+
+
+def as_bits(number: float) -> int:
+    """Return a number as an integer with the same bits, to travel in a note."""
+    return int(np.float64(number).view(np.int64))
+
+
+def from_bits(bits: int) -> float:
+    """Return the number with these bits."""
+    return float(np.int64(bits).view(np.float64))
 
 
 def check_same(notes: Sequence[Note]) -> None:

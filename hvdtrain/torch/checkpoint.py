@@ -31,6 +31,7 @@ from hvdtrain.models import extrastate
 from hvdtrain.parallel.checksums import digest
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch.alike import check_models
 from hvdtrain.torch.reduction import COMPILED
 from hvdtrain.torch.state import State, Watched
 
@@ -60,8 +61,7 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
         model.check_steps()
         model.meet()
     steps = state.models[0].steps
-    if state.sampler is not None:
-        state.sampler.settle()
+    check_models(state, Note(Action.SAVING, number=steps))
     extra = _extra(state, steps)
     random_states = torch.get_rng_state(), random_state(state.place.device)
     rng = state.agreement.gather(Note(Action.SAVING, number=steps), random_states)
@@ -269,6 +269,7 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
     for model, count in zip(state.models, steps, strict=True):
         model.steps = count
     state.positions, state.restored = positions, bool(positions)
+    state.readings = [reading for reading in state.readings if reading.is_live]
 
 
 def _put_optimizers(state: State, number: int, model: Watched, checkpoint: Checkpoint) -> None:

@@ -7,10 +7,10 @@ micro-batch of a step `parameter.grad` is the gradient of the mean loss over the
 same bits on all ranks. Clipping, GradScaler and the optimizer then need not know of other ranks.
 """
 
+import math
 import weakref
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, cast
 
@@ -23,9 +23,11 @@ from hvdtrain.errors import UsageError
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.saved import Kept
 from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch.alike import check_alike, digest, settings
 from hvdtrain.torch.hooks import ForwardWatch, parameter_hooks, watched
 from hvdtrain.torch.reduction import MadeBy, Reduction, reduction_of, stop_flags
-from hvdtrain.torch.state import Batch, State
+from hvdtrain.torch.state import State
+from hvdtrain.torch.window import Window
 
 MOST_IDLE = 100  # backwards in a row without a step: a GradScaler leaves out a few
 
@@ -37,34 +39,6 @@ class Phase(Enum):
     ACCUMULATED = "a backward inside `accumulate`"
     REDUCED = "a backward whose gradients were averaged"
     STEPPED = "a step of the optimizer"
-
-
-@dataclass
-class Window:
-    """The micro-batches whose gradients are added up for one step.
-
-    Attributes:
-        touched: places of the parameters that have a gradient.
-    """
-
-    batches: list[Batch] = field(default_factory=list)
-    touched: set[int] = field(default_factory=set)
-
-    def clear(self) -> None:
-        """Forget all of it."""
-        self.batches.clear()
-        self.touched.clear()
-
-    @property
-    def total(self) -> int:
-        """Samples of all ranks."""
-        return sum(batch.total for batch in self.batches)
-
-    def share(self, rank: int) -> Share:
-        """Return the weight of this rank's running statistics."""
-        samples = sum(batch.samples for batch in self.batches)
-        first, total = self.batches[-1].first == rank, self.total
-        return Share(samples / total if total else 0.0, first, samples, total)
 
 
 class Replica:
@@ -88,12 +62,13 @@ class Replica:
         self.number, self.model, self.optimizers, self.state = number, model, [*optimizers], state
         named = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.names, self.parameters = list(named), list(named.values())
-        self.window, self.phase = Window(), Phase.EMPTY
+        self.window, self.phase = Window(number, state), Phase.EMPTY
         self.backwards = self.steps = self.idle = 0
         self.samples: int | None = None
         self._weight = 1.0
+        self._stepped: list[tuple[int, int]] = []
         self._leftover: list[Tensor | None] = []
-        self._is_queued = self._is_running = self._has_arrived = self._counting = False
+        self._is_queued = self._is_running = self._has_arrived = False
         self._watch = ForwardWatch(weakref.ref(self))
         self._handles: list[Any] = [
             module.register_forward_hook(self._watch, with_kwargs=True)
@@ -170,15 +145,16 @@ class Replica:
     def _open(self) -> None:
         """Start a backward whose first gradient has arrived."""
         self._continue_window() if self.phase is Phase.ACCUMULATED else self._start_window()
-        self._post_count()
-        if self._counting and not self.state.accumulating and not self.window.batches:
+        window = self.window
+        window.post(self.samples, self.backwards + 1, self.reduction.is_exact)
+        if window.weighs_later and not self.state.accumulating:
             # Not to wait for the other ranks here: whole buckets are weighted before their sums.
-            self._weight, self.reduction.weight = 1.0, self._weight_of_last
+            self._weight, self.reduction.weight = 1.0, window.weight_of_last
             self.reduction.announce(Share(1.0, True))
             return
-        self._weight, self.reduction.weight = self._weight_of_last(), None
+        self._weight, self.reduction.weight = window.weight_of_last(), None
         if not self.state.accumulating:
-            self.reduction.announce(self.window.share(self.state.place.rank))
+            self.reduction.announce(window.share(self.state.place.rank))
 
     def _continue_window(self) -> None:
         """Keep what was accumulated, unless the user has cleared it."""
@@ -201,58 +177,24 @@ class Replica:
         if any(bool(gradient.any()) for gradient in left):
             if self.phase is Phase.REDUCED:
                 raise UsageError(
-                    "backward ran twice without a step of the optimizer in between, which would "
-                    "average the first gradients again: run all but the last backward of a step "
-                    "inside `with distributed.accumulate():`"
+                    f"backward ran twice without a step of {self._optimizer}, which would average "
+                    "the first gradients again: run all but the last backward of a step inside "
+                    "`with distributed.accumulate():`"
                 )
             raise UsageError(
                 "the gradients of the last step are still there, and backward would add to them: "
-                "call optimizer.zero_grad() before backward"
+                f"call zero_grad() of {self._optimizer} before each backward through this model"
             )
         self.window.clear()
         self.idle += self.phase is Phase.REDUCED
         if self.idle >= MOST_IDLE:
             raise UsageError(self._never_steps())
 
-    def _post_count(self) -> None:
-        """Note this rank's share of the batch; without a loader start to exchange its size.
-
-        Raises:
-            UsageError: if nothing knows the size.
-        """
-        state = self.state
-        if state.batch is not None:
-            self.window.batches.append(state.batch)
-            return
-        if self.samples is None:
-            raise UsageError(
-                "the number of samples of this backward is not known, since the model was not "
-                "called after its last step: call the prepared model, not its layers or its "
-                "forward, or use distributed.loader"
-            )
-        samples = self.samples
-        if state.sampler is not None:
-            samples = state.sampler.size_of_next(samples, state.models.index(self))
-        if state.place.size == 1:
-            self.window.batches.append(Batch(samples, samples))
-            return
-        self._counting = True
-        note = Note(Action.COUNTING, self.number, self.backwards + 1, samples=samples)
-        state.agreement.post(note)
-        state.agreement.settle = self._weight_of_last
-
-    def _weight_of_last(self) -> float:
-        """Return the weight of this rank in the batch, once all ranks have counted theirs."""
-        state = self.state
-        if self._counting:
-            self._counting, state.agreement.settle = False, None
-            counts = [note.samples for note in state.agreement.read()]
-            total = sum(counts)
-            if state.sampler is not None:
-                state.sampler.check_total(total, state.models.index(self))
-            first = next((rank for rank, count in enumerate(counts) if count), 0)
-            self.window.batches.append(Batch(counts[state.place.rank], total, first))
-        return self.window.batches[-1].weight
+    @property
+    def _optimizer(self) -> str:
+        kinds = " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        place = self.state.models.index(self)
+        return f"the {kinds} of model {place} ({type(self.model).__name__})"
 
     # After backward
 
@@ -275,6 +217,7 @@ class Replica:
             self.phase, unused = Phase.REDUCED, self._reduce()
         for place, parameter in enumerate(self.parameters):
             parameter.grad = None if place in unused else self.views[place]
+        self.state.note_positions(at_ends=True)  # the last batch may have no step of its own
 
     def _missing(self) -> set[int]:
         return set(range(len(self.parameters))) - self.window.touched
@@ -282,7 +225,7 @@ class Replica:
     def _reduce(self) -> set[int]:
         """Sum the gradients over the ranks; return the parameters that no rank used."""
         missing, window, state = self._missing(), self.window, self.state
-        self._weight_of_last()
+        window.weight_of_last()
         for place in missing:
             self.views[place].zero_()
         self.backwards += 1
@@ -294,17 +237,20 @@ class Replica:
                 self.number,
                 self.backwards,
                 position=window.batches[-1].end,
-                samples=window.batches[-1].samples,
                 missing=len(missing),
                 missing_digest=_digest(missing),
                 fingerprint=self.reduction.fingerprint(self.backwards),
                 changed=self.reduction.changed(),
                 interrupted=interrupted,
                 preempted=preempted,
+                settings=digest(self.optimizers),
+                contents=state.contents,
             )
         )
         notes = state.agreement.read()
         self.reduction.finish()
+        self._check_settings(notes)
+        state.compare_contents([note.contents for note in notes])
         state.stop_code = state.stop_code or self.reduction.judge(notes, window.batches[-1].first)
         if not all(note.missing for note in notes):
             return set()
@@ -313,7 +259,40 @@ class Replica:
         comparing = Note(Action.COMPARING, self.number, self.backwards)
         return set.intersection(*state.agreement.gather(comparing, missing))
 
+    def _check_settings(self, notes: Sequence[Note]) -> None:
+        """Compare the learning rates and other options of the optimizers, as schedulers set them.
+
+        Raises:
+            UsageError: on all ranks, if they differ.
+        """
+        if len({note.settings for note in notes}) > 1:
+            facts = {"optimizer": settings(self.optimizers, {})}
+            comparing = Note(Action.COMPARING, self.number, self.backwards)
+            check_alike(
+                self.state.agreement.gather(comparing, facts),
+                "give schedulers numbers that are the same on all ranks, as of "
+                "distributed.evaluate or distributed.total",
+            )
+
     # Steps
+
+    def of_all_ranks(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a closure that returns the loss of the global batch: optimizers decide by it."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.idle = 0  # an optimizer may evaluate it many times in a step
+            loss = closure(*args, **kwargs)
+            is_number = isinstance(loss, float) or (isinstance(loss, Tensor) and not loss.dim())
+            if not (is_number and self.reduction.is_exact and self.window.batches):
+                return loss
+            weight = self.window.batches[-1].weight
+            number = float(loss.detach() if isinstance(loss, Tensor) else loss)
+            part = number * weight if weight else 0.0
+            note = Note(Action.ADDING, self.number, self.backwards)
+            whole = math.fsum(self.state.agreement.gather(note, part))
+            return torch.full_like(loss, whole) if isinstance(loss, Tensor) else whole
+
+        return call
 
     def before_step(self, with_closure: bool) -> None:
         """Refuse a step that would be wrong.
@@ -339,21 +318,22 @@ class Replica:
         self.steps += 1
         self.idle = 0
         self.samples = None
-        state = self.state
         if self.phase is Phase.REDUCED:
-            last = self.window.batches[-1]
-            if last.source:
-                state.positions[last.source] = last.end
-            elif state.sampler is not None:
-                window = self.window
-                place = state.models.index(self)
-                state.sampler.advance(len(window.batches), window.total, place)
-        self.phase = Phase.STEPPED
+            self.state.note_positions()
+        self.phase, self._stepped = Phase.STEPPED, self._versions()
         self.reduction.after_step(self.steps)
 
     def meet(self) -> None:
         """Let ranks that train apart agree. Collective."""
         self.reduction.meet()
+
+    @property
+    def is_as_stepped(self) -> bool:
+        """Return whether the weights are those of the last step, the same on all ranks."""
+        return self.reduction.is_exact and self._stepped == self._versions()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(value.data_ptr(), value._version) for value in self.parameters]
 
     def check_steps(self) -> None:
         """Refuse a loop that runs backward and never steps.

@@ -1,6 +1,6 @@
 """A packed data set as batches of tensors: this rank's share of each, in the order of training."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +19,8 @@ from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.stage import Images
 from hvdtrain.torch import state as states
-from hvdtrain.torch.state import Batch, State
+from hvdtrain.torch.reading import Reading, shared
+from hvdtrain.torch.state import State
 from hvdtrain.training.feed import cache_bytes, normalisation
 from hvdtrain.world import World
 
@@ -37,6 +38,7 @@ def loader(
     holdout: float = 0.0,
     augment: Literal["none", "crop-flip"] = "none",
     normalise: Literal["meanstd", "unit"] = "meanstd",
+    drop_last: bool = False,
 ) -> "PackedBatches":
     """Return batches of a packed data set: (images float32 [n, C, H, W], labels int64 [n]).
 
@@ -56,6 +58,7 @@ def loader(
         augment: "crop-flip" shifts and mirrors training images at random.
         normalise: "meanstd" subtracts the mean of each channel and divides by its deviation, of
             the training images; "unit" divides pixels by 255.
+        drop_last: leave out the last training batch of an epoch if it is smaller than the others.
 
     Raises:
         UsageError: for a wrong argument, or an empty split.
@@ -73,6 +76,7 @@ def loader(
     memory = cache_bytes(state.place.local_size)
     images = Images(*normalisation(normalise, index, rows, ALONE), state.place.device, "fp32")
     test = np.arange(index.splits[stored].count)
+    used = whole_batches(len(rows), batch_size) if drop_last else len(rows)
     return PackedBatches(
         index=index,
         samples=open_split(index, stored, memory),
@@ -82,8 +86,24 @@ def loader(
         augment=augment,
         images=images,
         is_training=split == "train",
-        source=f"a data set (index {index.hash[:12]}, seed {seed}, holdout {holdout:g})",
+        used=used,
+        source=f"a data set (index {index.hash[:12]}, seed {seed}, holdout {holdout:g}"
+        f"{', drop_last' if drop_last else ''})",
     )
+
+
+def whole_batches(count: int, batch_size: int) -> int:
+    """Return the samples of the whole batches of an epoch.
+
+    Raises:
+        UsageError: if there is no whole batch.
+    """
+    if count < batch_size:
+        raise UsageError(
+            f"{count} samples give no batch of {batch_size}: use a smaller batch_size, or more "
+            "samples"
+        )
+    return count - count % batch_size
 
 
 def _check(batch_size: int, augment: str) -> None:
@@ -102,6 +122,7 @@ class PackedBatches:
     Attributes:
         rows: of the split.
         batch_size: images per step, of all ranks together.
+        used: samples of a training epoch.
         source: name of the order of samples, by which a checkpoint knows the position in it.
     """
 
@@ -113,6 +134,7 @@ class PackedBatches:
     augment: str
     images: Images
     is_training: bool
+    used: int
     source: str
 
     @property
@@ -133,12 +155,12 @@ class PackedBatches:
     @property
     def epoch(self) -> int:
         """The epoch that the next iteration is in, from 0."""
-        return self.position // len(self.rows)
+        return self.position // self.used
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch on this rank."""
         if self.is_training:
-            return -(-len(self.rows) // self.batch_size)
+            return -(-self.used // self.batch_size)
         return len(self._evaluation)
 
     def __iter__(self) -> Iterator[Pair]:
@@ -147,26 +169,23 @@ class PackedBatches:
 
     def _train(self) -> Iterator[Pair]:
         state = states.current()
-        epoch, offset = order.locate(self.position, len(self.rows))
+        epoch, reading, ranges = open_reading(state, self.source, self.used, self.batch_size)
         rows = order.training_order(self.index, self.rows, self.seed, epoch)
-        slices = order.step_slices(len(rows), self.batch_size, offset)
-        shares = [share(piece, state.place.rank, state.place.size) for piece in slices]
         change = partial(_cropped, self.seed, epoch) if self.augment == "crop-flip" else None
-        steps = _steps(state)
-        requests = (rows[first:last] for _, (first, last) in shares)
-        try:
+        requests = [rows[first:last] for first, last in ranges]
+
+        def pairs() -> Iterator[Pair]:
             with Loader(self.samples, requests, change) as batches:
-                for (batch, _), (_, stop) in zip(shares, slices, strict=True):
-                    pair = self._tensors(next(batches))
-                    end = epoch * len(rows) + stop
-                    state.batch = Batch(*batch, self.source, end)
-                    yield pair
-        finally:
-            state.batch = None
-        for model in state.models:
-            model.check_steps()
-        if _steps(state) > steps:  # the end of the epoch may have had no step of its own
-            state.positions[self.source] = (epoch + 1) * len(rows)
+                for batch in batches:
+                    reading.read += 1
+                    yield self._tensors(batch)
+            for model in state.models:
+                model.check_steps()
+            if reading.used:  # the end of the epoch may have had no step of its own
+                reading.used = reading.read
+                state.note_positions(at_ends=True)
+
+        return reading.by(pairs())
 
     def _evaluate(self) -> Iterator[Pair]:
         with Loader(self.samples, self._evaluation) as batches:
@@ -185,30 +204,22 @@ class PackedBatches:
         return self.images(batch.images), from_numpy(batch.labels).to(device)
 
 
-def share(piece: Range, rank: int, size: int) -> tuple[tuple[int, int, int], Range]:
-    """Return a rank's samples of a global batch, its total and first rank, and the rows to read.
+def open_reading(
+    state: State, source: str, used: int, batch_size: int
+) -> tuple[int, Reading, list[Range]]:
+    """Start to read where the steps ended; return the epoch, and the rows of each batch in it.
 
-    A rank without a sample reads one that does not count, since few layers take an empty batch.
+    Args:
+        used: samples of an epoch.
     """
-    start, stop = piece
-    parts = order.split(stop - start, [1] * size)
-    first_rank = next(number for number, (low, high) in enumerate(parts) if high > low)
-    low, high = parts[rank]
-    counts = high - low, stop - start, first_rank
-    if low == high:
-        low = min(low, stop - start - 1)
-        high = low + 1
-    return counts, (start + low, start + high)
-
-
-def _steps(state: State) -> int:
-    return sum(model.steps for model in state.models)
+    epoch, offset = order.locate(state.position(source), used)
+    slices = order.step_slices(used, batch_size, offset)
+    place = state.place
+    batches, ranges = shared(slices, epoch * used, source, place.rank, place.size)
+    reading = Reading(batches)
+    state.read(reading)
+    return epoch, reading, ranges
 
 
 def _cropped(seed: int, epoch: int, batch: Stored) -> Stored:
     return Stored(crop_flip(batch.images, batch.ids, seed, epoch), batch.labels, batch.ids)
-
-
-def shares_of(slices: Sequence[Range], rank: int, size: int) -> list[tuple[int, Range]]:
-    """Return a rank's samples that count and the rows that it reads, per global batch."""
-    return [(counts[0], rows) for counts, rows in (share(piece, rank, size) for piece in slices)]

@@ -45,6 +45,8 @@ class LocalReduction(Reduction):
         compression: of the changes of weights; the rest travels whole.
     """
 
+    is_exact = False
+
     def __init__(
         self,
         number: int,
@@ -76,6 +78,8 @@ class LocalReduction(Reduction):
         states: States,
         name: str,
     ) -> None:
+        if not parameters:
+            return
         alone, nothing = Alone(), States(dict, lambda _: None)
         sums = WeightedSums(ExactSums(alone), self)
         self.groups.append(ReplicatedGradients(parameters, {}, nothing, alone, sums))

@@ -1,6 +1,6 @@
 """Preparing a model and its optimizers: checked, made equal on all ranks, and averaged."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, overload
 
@@ -19,6 +19,7 @@ from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.sync.engine import open_group
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch.alike import check_alike, settings
 from hvdtrain.torch.gradients import Replica
 from hvdtrain.torch.local import period_of, reduction_kind
 from hvdtrain.torch.reduction import Compression, MadeBy, check_dtype, trainable_bytes
@@ -198,42 +199,14 @@ def facts(
     }
     tensors |= {name: _form(value) for name, value in model.named_buffers()}
     names = {id(value): name for name, value in model.named_parameters()}
-    settings: dict[str, str] = {}
-    for number, optimizer in enumerate(optimizers):
-        settings[f"class of optimizer {number}"] = type(optimizer).__name__
-        for place, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                what = [names[id(item)] for item in value] if key == "params" else value
-                shown = what.tolist() if isinstance(what, Tensor) else what
-                settings[f"{key} of group {place} of optimizer {number}"] = str(shown)
     compressed = {"compress": str(compression.request), "compress_after": str(compression.after)}
-    return {"model": tensors, "optimizer": settings, "compression": compressed}
+    return {"model": tensors, "optimizer": settings(optimizers, names), "compression": compressed}
 
 
 def _form(value: Tensor) -> str:
     shape = " x ".join(map(str, value.shape)) or "one value"
     order = "" if value.is_contiguous() else f" with strides {tuple(value.stride())}"
     return f"{shape} {str(value.dtype).removeprefix('torch.')}{order}"
-
-
-def check_alike(everywhere: Sequence[Mapping[str, Mapping[str, str]]]) -> None:
-    """Compare the facts of all ranks.
-
-    Raises:
-        UsageError: if any differ, naming the first one.
-    """
-    for rank, facts_of_rank in enumerate(everywhere):
-        for kind, first in everywhere[0].items():
-            values = facts_of_rank[kind]
-            names = [name for name in {**first, **values} if first.get(name) != values.get(name)]
-            if names:
-                name = names[0]
-                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-                theirs, expected = (side.get(name, "absent")[:80] for side in (values, first))
-                raise UsageError(
-                    f"rank {rank} has another {kind} than rank 0: {name} is {theirs} there and "
-                    f"{expected} on rank 0{more}: build the same on all ranks"
-                )
 
 
 @torch.no_grad()

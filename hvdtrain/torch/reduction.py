@@ -1,6 +1,6 @@
 """The sums of a prepared model over the ranks: gradients, running statistics and other buffers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hvdtrain.errors import CheckFailed
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.extrastate import COMPILED
 from hvdtrain.options.syncrequest import NO_COMPRESSION, CompressRequest
@@ -21,11 +20,13 @@ from hvdtrain.sync.gradients import Bucket, Gradients, ReplicatedGradients, Sums
 from hvdtrain.sync.saved import Kept, Shapes
 from hvdtrain.sync.states import States
 from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch.alike import raise_difference
 from hvdtrain.torch.state import State
 from hvdtrain.training.control import stop_code
 
 COMPARE_EVERY = 100  # backwards between comparisons of the ranks' weights
 Key = tuple[nn.Module, str]
+Group = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,12 @@ class Reduction(Kept):
 
     Attributes:
         changing: names of the buffers of `others` that forwards change on any rank.
+        is_exact: whether all ranks hold the same weights after each step.
         weight: returns the factor of this rank's buckets, once it is known; None if the gradients
             in them are weighted already.
     """
+
+    is_exact = True
 
     def __init__(
         self,
@@ -121,8 +125,8 @@ class Reduction(Kept):
         if place.size > 1:
             everybody = tuple(range(place.size))
             collectives = collectives_of(self.state.engine, everybody, place.rank, name)
-        is_half = any(value.dtype == torch.float16 for value in parameters.values())
-        request = NO_COMPRESSION if is_half else self.compression.request
+        is_whole = not parameters or any(v.dtype == torch.float16 for v in parameters.values())
+        request = NO_COMPRESSION if is_whole else self.compression.request
         sums = WeightedSums(make_sums(request, self.compression.after, collectives), self)
         gradients = ReplicatedGradients(parameters, statistics, states, collectives, sums)
         self.groups.append(gradients)
@@ -147,7 +151,8 @@ class Reduction(Kept):
             CheckFailed: on all ranks, if they hold different weights.
         """
         if len({note.fingerprint for note in notes}) > 1:
-            raise CheckFailed(self._difference())
+            note = Note(Action.COMPARING, self.number)
+            raise_difference(self.state.agreement, note, self.parameters)
         if any(note.changed for note in notes):
             self._copy_new(first)
         return stop_code(
@@ -191,20 +196,6 @@ class Reduction(Kept):
             self.changing.update(names)
         self.put(self.state.agreement.broadcast(note, self.states(), first))
 
-    def _difference(self) -> str:
-        digests = {name: fingerprint([value]) for name, value in self.parameters.items()}
-        note = Note(Action.COMPARING, self.number)
-        everywhere = self.state.agreement.gather(note, digests)
-        for rank, theirs in enumerate(everywhere):
-            different = [name for name, value in theirs.items() if value != everywhere[0][name]]
-            if different:
-                more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-                return (
-                    f"rank {rank} and rank 0 hold different values of {different[0]}{more}: load "
-                    "weights before prepare or on all ranks, and change none on one rank only"
-                )
-        return "the ranks hold different weights: change none on one rank only"
-
 
 MadeBy = Callable[..., Reduction]
 
@@ -230,18 +221,30 @@ def reduction_of(
         if id(value) not in known
     }
     reduction = made_by(number, parameters, others, state)
-    groups = dict.fromkeys((value.dtype, value.device) for value in parameters.values())
-    for place, group in enumerate(groups):
+    groups: dict[Group, dict[str, Tensor]] = {
+        (value.dtype, value.device): {} for value in parameters.values()
+    }
+    for name, value in statistics.items():
+        groups.setdefault(_group_of(value, groups), {})[name] = value
+    for place, (group, own_statistics) in enumerate(groups.items()):
         members = {
             name.replace(COMPILED, ""): value
             for name, value in parameters.items()
             if (value.dtype, value.device) == group
         }
-        is_first = place == 0
-        states = States(reduction.states if is_first else dict, reduction.put)
-        own_statistics = statistics if is_first else {}
+        if not members:  # the first tensor gives the bucket its dtype
+            dtype, device = group
+            own_statistics = {"": torch.zeros(0, dtype=dtype, device=device), **own_statistics}
+        states = States(reduction.states if place == 0 else dict, reduction.put)
         reduction.add_group(members, own_statistics, states, f"model{number}.{place}")
     return reduction
+
+
+def _group_of(value: Tensor, groups: Iterable[Group]) -> Group:
+    """Return the group with which a statistic travels, in its precision: halves count to 2048."""
+    least = torch.float64 if value.dtype == torch.float64 else torch.float32
+    wide = [(dtype, value.device) for dtype in (least, torch.float64)]
+    return next((group for group in groups if group in wide), wide[0])
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:

@@ -1,17 +1,23 @@
 """The order of samples for a DataLoader of the user's own data set."""
 
-from bisect import bisect_left
-from collections import Counter
+import reprlib
+import zlib
 from collections.abc import Iterator, Sized
-from itertools import accumulate
+from typing import Any
 
 import numpy as np
-from torch.utils.data import Sampler
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
 
 from hvdtrain.data import order
-from hvdtrain.errors import CheckFailed, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.torch import state as states
-from hvdtrain.torch.loader import shares_of
+from hvdtrain.torch.loader import open_reading, whole_batches
+from hvdtrain.torch.reading import Batch, Reading
+
+HOLD = (list, tuple, range, np.ndarray, Tensor, Dataset)
+SHORT = reprlib.Repr()
+SHORT.maxother = SHORT.maxstring = 1000
 
 
 def sampler(
@@ -41,13 +47,8 @@ def sampler(
     count = len(dataset)
     if batch_size < 1:
         raise UsageError(f"a batch of {batch_size} samples: use at least 1")
-    used = count - count % batch_size if drop_last else count
-    if not used:
-        raise UsageError(
-            f"{count} samples give no batch of {batch_size}: use a smaller batch_size, or more "
-            "samples"
-        )
-    return BatchOrder(count, used, batch_size, shuffle, seed)
+    used = whole_batches(count, batch_size if drop_last else 1)
+    return BatchOrder(count, used, batch_size, shuffle, seed, contents(dataset))
 
 
 class BatchOrder(Sampler[list[int]]):
@@ -55,35 +56,22 @@ class BatchOrder(Sampler[list[int]]):
 
     Attributes:
         used: samples of an epoch.
+        contents: checksum of the data set, as far as is seen.
         source: name of the order, by which a checkpoint knows the position in it.
     """
 
-    def __init__(self, count: int, used: int, batch_size: int, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, count: int, used: int, batch_size: int, shuffle: bool, seed: int, contents: int
+    ) -> None:
+        self.contents = contents
         self.count, self.used, self.batch_size = count, used, batch_size
         self.shuffle, self.seed = shuffle, seed
         self.source = f"a data set of {count} samples (seed {seed})"
-        self._end = 0  # position at the end of the epoch that is being trained
-        self._start = 0  # position at the start of this iteration
-        self._sizes: list[tuple[int, int]] = []  # of its batches: on this rank, and on all
-        self._ends: list[int] = []  # samples of all batches up to each
-        self._read = 0  # batches that the DataLoader has read, maybe ahead of the loop
-        # Per place of a prepared model: a batch of a GAN has backwards and steps of both models.
-        self._seen: Counter[int] = Counter()  # batches of its backwards
-        self._stepped: Counter[int] = Counter()  # batches of its steps
-        self._samples: Counter[int] = Counter()  # of its steps
 
     @property
     def position(self) -> int:
         """Samples that steps have consumed, over all epochs and ranks."""
-        self.settle()
         return states.current().position(self.source)
-
-    def settle(self) -> None:
-        """Set the position to the end of an epoch whose batches have all been taken."""
-        seen = min(self._read, max(self._seen.values(), default=0))
-        if self._sizes and seen >= len(self._sizes):  # the last one may be without a step
-            positions = states.current().positions
-            positions[self.source] = max(positions.get(self.source, 0), self._end)
 
     @property
     def epoch(self) -> int:
@@ -98,35 +86,24 @@ class BatchOrder(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches of an epoch."""
+        states.current().contents = self.contents
         return self._train() if self.shuffle else self._evaluate()
 
     def _train(self) -> Iterator[list[int]]:
         state = states.current()
-        epoch, offset = order.locate(self.position, self.used)
-        name = f"samples {self.count}"
+        epoch, reading, ranges = open_reading(state, self.source, self.used, self.batch_size)
         rows = order.epoch_order(
-            np.arange(self.count, dtype=np.int64), name, self.seed, epoch, 1, self.count
+            np.arange(self.count, dtype=np.int64),
+            *(f"samples {self.count}", self.seed, epoch, 1, self.count),
         )
-        slices = order.step_slices(self.used, self.batch_size, offset)
-        shares = shares_of(slices, state.place.rank, state.place.size)
-        self._sizes = [
-            (count, stop - start) for (count, _), (start, stop) in zip(shares, slices, strict=True)
-        ]
-        self._ends = list(accumulate(stop - start for start, stop in slices))
-        self._start, self._end = epoch * self.used + offset, (epoch + 1) * self.used
-        self._read = 0
-        self._seen.clear()
-        self._stepped.clear()
-        self._samples.clear()
-        state.sampler = self
-        for _, (first, last) in shares:
-            self._read += 1
-            yield rows[first:last].tolist()
+        return reading.by(_counted(reading, (rows[a:b].tolist() for a, b in ranges)))
 
     def _evaluate(self) -> Iterator[list[int]]:
         rows = self._evaluation()
-        for start, stop in order.step_slices(len(rows), self._images):
-            yield list(rows[start:stop])
+        slices = order.step_slices(len(rows), self._images)
+        reading = Reading([Batch(stop - start, stop - start) for start, stop in slices])
+        states.current().evaluation = reading
+        return reading.by(_counted(reading, (list(rows[a:b]) for a, b in slices)))
 
     def _evaluation(self) -> range:
         place = states.current().place
@@ -138,42 +115,20 @@ class BatchOrder(Sampler[list[int]]):
         """Samples of a batch for evaluation."""
         return -(-self.batch_size // states.current().place.size)
 
-    def size_of_next(self, samples: int, model: int) -> int:
-        """Return the samples of the next batch that count, out of `samples`; note the batch."""
-        self._seen[model] += 1
-        place = self._place(model)
-        is_placeholder = place < len(self._sizes) and self._sizes[place][0] == 0
-        return 0 if is_placeholder and samples == 1 else samples
 
-    def _place(self, model: int) -> int:
-        """Return the number of the batch of the last backward of a model, from 0."""
-        return max(0, min(self._seen[model], self._read) - 1)
+def _counted(reading: Reading, batches: Iterator[list[int]]) -> Iterator[list[int]]:
+    for batch in batches:
+        reading.read += 1
+        yield batch
 
-    def check_total(self, total: int, model: int) -> None:
-        """Compare the samples of all ranks in this batch with what the sampler gave them.
 
-        Raises:
-            CheckFailed: if they differ in an epoch that has placeholders.
-        """
-        place = self._place(model)
-        if not any(total < states.current().place.size for _, total in self._sizes):
-            return
-        expected = self._sizes[place][1] if place < len(self._sizes) else 0
-        if total != expected:
-            raise CheckFailed(
-                f"the ranks trained on {total} samples in a batch of {expected}, and the last "
-                "batch of the epoch has fewer samples than there are ranks: run one backward per "
-                "batch of the DataLoader, or use drop_last=True"
-            )
+def contents(value: Any, depth: int = 3) -> int:
+    """Return a checksum of the first and last items of a data set, as far as it holds them.
 
-    def advance(self, batches: int, samples: int, model: int) -> None:
-        """Note that the weights of a model have been updated with more backwards, and samples."""
-        self._stepped[model] += batches
-        self._samples[model] += samples
-        # A batch may be cut for several backwards, or go into several of the same samples.
-        done = max(
-            min(count, bisect_left(self._ends, self._samples[place]) + 1)
-            for place, count in self._stepped.items()
-        )
-        done = min(done, self._read, len(self._ends))
-        states.current().positions[self.source] = self._start + self._ends[done - 1]
+    No sample is read: that may open files which workers must open themselves.
+    """
+    if isinstance(value, (list, tuple, range)) or getattr(value, "ndim", None):
+        text = SHORT.repr((len(value), value[0], value[-1])) if len(value) else ""
+        return 0 if " at 0x" in text else zlib.crc32(text.encode())
+    held = [item for item in getattr(value, "__dict__", {}).values() if isinstance(item, HOLD)]
+    return zlib.crc32(repr([contents(item, depth - 1) for item in held if depth]).encode())

@@ -1,6 +1,7 @@
 """The start and the end of a user's program on its ranks, and the watch over its optimizers."""
 
 import atexit
+import multiprocessing
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,10 +24,15 @@ from hvdtrain.options.syncoptions import Library
 from hvdtrain.sync.engine import reduction_library, remarks
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Agreement, Note
+from hvdtrain.torch.alike import check_models
 from hvdtrain.torch.state import Rank, State, Watched
 from hvdtrain.world import World
 
 STALL_SECONDS = 1800.0
+IN_A_CHILD = (
+    "distributed.start() is called again in a child process, as a spawned worker of a DataLoader "
+    'imports the program: put its code under `if __name__ == "__main__":`'
+)
 
 
 def start(
@@ -57,16 +63,18 @@ def start(
     if states.is_started():
         return states.current().place
     sys.excepthook = _end_all
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False) or multiprocessing.parent_process() is not None:
+        raise UsageError(IN_A_CHILD)
     joined = _join(allreduce, threads)
     torch.set_num_threads(joined.threads)
     chosen = choose_device(device, joined, "device")
     place = Rank(joined.rank, joined.size, joined.local_rank, joined.local_size, chosen)
     library = reduction_library(reduce_with, joined) if joined.size > 1 else "mpi"
     notes = remarks(reduce_with, joined)
-    if place.is_first:
-        for note in notes:
-            print(f"hvdtrain: {note}", file=sys.stderr)
     state = State(joined, place, Agreement(joined, stall_timeout), library)
+    for note in notes:
+        state.remark(note)
     before = register_optimizer_step_pre_hook(_before_step)
     after = register_optimizer_step_post_hook(_after_step)
     state.undo += [before.remove, after.remove, state.agreement.close]
@@ -77,6 +85,7 @@ def start(
 
 def _end_all(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End the job on all ranks after an uncaught exception of one, or of all if they stop."""
+    error = _explained(error)
     if not isinstance(error, (Interrupted, Preempted)) or not states.is_started():
         failure.fail(error)
     # All ranks end this way. Schedulers send their signal more than once.
@@ -85,6 +94,18 @@ def _end_all(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if states.current().place.is_first:
         print(f"hvdtrain: {error}", file=sys.stderr, flush=True)
     sys.exit(error.exit_code)
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Return an error that says what to do, in place of PyTorch's."""
+    if "Expected more than 1 value per channel" in str(error):
+        return UsageError(
+            "batch norm has one value per channel in a rank's share of a batch: use a larger "
+            "batch_size, fewer ranks, or drop_last=True if it is the last batch of an epoch"
+        )
+    if "DataLoader worker" in str(error) and " exit code 2." in str(error.__cause__):
+        return UsageError(IN_A_CHILD)
+    return error
 
 
 def _join(allreduce: str, threads: int | None) -> World:
@@ -102,7 +123,9 @@ def leave_together() -> None:
     try:
         for model in state.models:
             model.check_steps()
-        state.agreement.exchange(Note(Action.LEAVING))
+        # One rank may have changed its weights after the last step, as to export the best ones.
+        are_as_stepped = all(model.is_as_stepped for model in state.models)
+        check_models(state, Note(Action.LEAVING), are_as_stepped)
     except HvdtrainError as error:
         failure.fail(error)
     states.enter(None)
@@ -141,15 +164,22 @@ def alone() -> Iterator[None]:
         state.exempt = before
 
 
-def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_step(
+    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     state = states.current()
     model = _model_of(state, optimizer)
     # torch passes the optimizer itself as the first argument.
-    closures = [*args[1:], *kwargs.values()]
+    has_closure = any(map(callable, [*args[1:], *kwargs.values()]))
     if model is not None:
-        model.before_step(with_closure=any(map(callable, closures)))
+        model.before_step(has_closure)
+        if has_closure:
+            whole = model.of_all_ranks
+            replaced = (args[0], *(whole(v) if callable(v) else v for v in args[1:]))
+            return replaced, {k: whole(v) if callable(v) else v for k, v in kwargs.items()}
     elif state.place.size > 1 and not state.exempt:
         _refuse(state, optimizer)
+    return None
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

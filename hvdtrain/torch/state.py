@@ -1,9 +1,10 @@
 """State that the calls of a user's loop share: this rank, its position, its prepared models."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from hvdtrain.host.stop import StopRequest
 from hvdtrain.options.syncoptions import Library
 from hvdtrain.sync.saved import Kept
 from hvdtrain.torch.agreement import Agreement
+from hvdtrain.torch.reading import Batch, Reading
 from hvdtrain.world import World
 
 
@@ -39,49 +41,6 @@ class Rank:
         return self.rank == 0
 
 
-@dataclass(frozen=True)
-class Batch:
-    """This rank's share of a global batch.
-
-    Attributes:
-        samples: in the share; 0 if its only sample is a placeholder.
-        total: samples of the global batch, over all ranks.
-        first: the first rank with samples.
-        source: name of the order of samples; empty if it is not known.
-        end: position in this order after the batch; -1 if it is not known.
-    """
-
-    samples: int
-    total: int
-    first: int = 0
-    source: str = ""
-    end: int = -1
-
-    @property
-    def weight(self) -> float:
-        """Factor by which a mean over the share enters the mean over the global batch."""
-        return self.samples / self.total if self.total else 0.0
-
-
-class Counted(Protocol):
-    """A sampler, which knows the sizes of the batches that a DataLoader yields.
-
-    Models are given by their places in `State.models`.
-    """
-
-    def size_of_next(self, samples: int, model: int) -> int:
-        """Return the samples of the next batch that count, out of `samples`; note the batch."""
-
-    def check_total(self, total: int, model: int) -> None:
-        """Compare the samples of all ranks in this batch with what the sampler gave them."""
-
-    def settle(self) -> None:
-        """Set the position to the end of an epoch whose batches have all been taken."""
-
-    def advance(self, batches: int, samples: int, model: int) -> None:
-        """Note that the weights of a model have been updated with more backwards, and samples."""
-
-
 class Watched(Protocol):
     """A prepared model, as the checks of optimizers and of epochs see it.
 
@@ -94,6 +53,13 @@ class Watched(Protocol):
     parameters: list[nn.Parameter]
     steps: int
     kept: Kept
+
+    @property
+    def is_as_stepped(self) -> bool:
+        """Return whether the weights are those of the last step, the same on all ranks."""
+
+    def of_all_ranks(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a closure that returns the loss of the global batch."""
 
     def before_step(self, with_closure: bool) -> None:
         """Refuse a step that would be wrong."""
@@ -119,10 +85,13 @@ class State:
         positions: samples consumed, by name of their order.
         restored: whether `positions` are those of a checkpoint, and none has been read yet.
         loaded: folders of checkpoints that `load` has read.
-        batch: the batch of a loader that the loop is training on, None outside of its loop.
-        sampler: the training sampler that was iterated last.
+        readings: iterations over training batches, of loaders and samplers, the last one last.
+        evaluation: the last iteration over batches for evaluation.
+        contents: checksum of the data set that was iterated last, as far as is seen.
+        loss_weight: weight of this rank's backwards and of all ranks', inside of `weight`.
         accumulating: whether backward adds to this rank's gradients without averaging them.
         exempt: whether optimizers may step outside of `prepare`.
+        remarks: made so far.
         stop: catches signals in `steps`.
         stop_code: exit code on which the ranks have agreed; None to continue.
         undo: called at the end, in reverse order.
@@ -137,10 +106,13 @@ class State:
     positions: dict[str, int] = field(default_factory=dict)
     restored: bool = False
     loaded: set[Path] = field(default_factory=set)
-    batch: Batch | None = None
-    sampler: Counted | None = None
+    readings: list[Reading] = field(default_factory=list)
+    evaluation: Reading | None = None
+    contents: int = 0
+    loss_weight: tuple[float, float | None] | None = None
     accumulating: bool = False
     exempt: bool = False
+    remarks: set[str] = field(default_factory=set)
     stop: StopRequest | None = None
     stop_code: int | None = None
     undo: list[Callable[[], object]] = field(default_factory=list)
@@ -159,6 +131,52 @@ class State:
                 "data set, seed and holdout, or save to another folder"
             )
         return self.positions.setdefault(source, 0)
+
+    def read(self, reading: Reading) -> None:
+        """Note that a loop over training batches starts."""
+        going_on = [r for r in self.readings if r.is_live and r.used < len(r.batches)]
+        self.readings = [*going_on, reading]
+
+    def use_batch(self) -> Batch | None:
+        """Return the batch of a backward that runs now; None if the loop reads none.
+
+        Raises:
+            UsageError: if it is not known.
+        """
+        # An iterator of an earlier look at a batch may still live: the last one per order counts.
+        live = {one.batches[0].source: one for one in self.readings if one.is_live}
+        readings = [*live.values()] or self.readings[-1:]
+        batches = [batch for one in readings if (batch := one.use()) is not None]
+        for batch in batches[:-1] if self.loss_weight is None else ():
+            if batch.weight != batches[-1].weight:
+                raise UsageError(
+                    f"two sets are read at once, and this rank has {batch.samples} of "
+                    f"{batch.total} samples of one and {batches[-1].samples} of "
+                    f"{batches[-1].total} of the other: run a backward for each, inside "
+                    "`with distributed.weight(samples):`"
+                )
+        return batches[-1] if batches else None
+
+    def remark(self, text: str) -> None:
+        """Print a line once, on rank 0."""
+        if self.place.is_first and text not in self.remarks:
+            print(f"hvdtrain: {text}", file=sys.stderr)
+        self.remarks.add(text)
+
+    def compare_contents(self, contents: Sequence[int]) -> None:
+        """Remark on data sets that differ between ranks."""
+        if len(set(contents)) > 1:
+            self.remark(
+                "the ranks have different samples in their data sets, and each trains or is "
+                "evaluated on its share of its own: give distributed.sampler the whole data set "
+                "on every rank, since it divides each batch"
+            )
+
+    def note_positions(self, at_ends: bool = False) -> None:
+        """Set the positions to the batches that were used; `at_ends`: only to the last ones."""
+        for one in self.readings:
+            if not at_ends or one.used == len(one.batches):
+                self.positions |= one.position
 
 
 _state: State | None = None

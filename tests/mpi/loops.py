@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from hvdtrain import torch as distributed
 from hvdtrain.data import order
 from hvdtrain.torch import state
+from hvdtrain.torch.reading import Batch, Reading
 from hvdtrain.world import World
 
 CLASSES, SIZE, COUNT, BATCH = 5, 6, 28, 13  # the last batch of an epoch has two samples
@@ -30,7 +31,14 @@ def place(world: World, horovod: Any) -> Iterator[distributed.Rank]:
 def from_the_first_epoch(place: distributed.Rank) -> None:
     """Forget how far other tests have read the same samples."""
     state.current().positions.clear()
-    state.current().sampler = None
+    state.current().readings.clear()
+
+
+def on_batch(*batch: Any) -> None:
+    """Have the next backwards be those of a batch, as a loader does."""
+    reading = Reading([Batch(*batch)])
+    reading.read = 1
+    state.current().readings = [reading]
 
 
 class Net(nn.Module):

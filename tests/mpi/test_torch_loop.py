@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 from hvdtrain import torch as distributed
 from hvdtrain.errors import CheckFailed
-from hvdtrain.torch import state
+from hvdtrain.torch import reading, state
 from hvdtrain.torch.gradients import Replica
+from hvdtrain.torch.reading import Batch
 from hvdtrain.torch.reduction import Reduction
-from hvdtrain.torch.sampler import BatchOrder
 from hvdtrain.world import World
 from tests.mpi.loops import (
     BATCH,
@@ -157,12 +157,11 @@ def test_mpi_sums_the_same_gradients_without_horovod(
 
 def plain_average(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     """Weight all ranks alike, as an average of the ranks' means does."""
-    monkeypatch.setattr(state.Batch, "weight", property(lambda batch: 1 / world.size))
+    monkeypatch.setattr(Batch, "weight", property(lambda batch: 1 / world.size))
 
 
 def placeholders_count(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    monkeypatch.setattr(BatchOrder, "size_of_next", lambda self, samples, model: samples)
-    monkeypatch.setattr(BatchOrder, "check_total", lambda self, total, model: None)
+    monkeypatch.setattr(reading, "Batch", lambda samples, *rest: Batch(samples or 1, *rest))
 
 
 def ranks_alone(monkeypatch: pytest.MonkeyPatch, world: World) -> None:

@@ -19,7 +19,9 @@ from hvdtrain.data.shards import open_split
 from hvdtrain.errors import CheckFailed, HvdtrainError, UsageError
 from hvdtrain.torch import gradients, state
 from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch.reading import Batch
 from hvdtrain.world import World
+from tests.mpi.loops import on_batch
 from tests.mpi.packed import (
     BATCH,
     COUNT,
@@ -43,6 +45,18 @@ def not_cleared(model: Any, optimizer: Any) -> None:
     for _ in range(2):
         backward(model)
         optimizer.step()
+
+
+def as_in_a_tutorial_on_gans(model: Any, optimizer: Any) -> None:
+    """The loss of the generator passes through the critic, whose gradients are not cleared."""
+    generator = nn.Conv2d(3, 3, 1)
+    optimizers = (torch.optim.SGD(generator.parameters(), 0.1), optimizer)
+    distributed.prepare(generator, optimizers[0])
+    fake = generator(torch.ones(4, 3, 8, 8))
+    backward(model, fake.detach())
+    optimizer.step()
+    generator.zero_grad()
+    backward(model, fake)
 
 
 def only_accumulated(model: Any, optimizer: Any) -> None:
@@ -145,6 +159,7 @@ def nothing_to_evaluate(model: Any, optimizer: Any) -> None:
 ALWAYS: dict[Callable[..., None], str] = {
     twice: "backward ran twice without a step",
     not_cleared: "the gradients of the last step are still there",
+    as_in_a_tutorial_on_gans: r"call zero_grad\(\) of the AdamW of model 0 \(Sequential\) before",
     only_accumulated: "the optimizer steps with gradients that were only accumulated",
     clipped_too_early: "clip_norm_ needs averaged gradients",
     never_steps: "backward ran 5 times and the optimizer given to prepare did not step",
@@ -208,7 +223,7 @@ def one_step_fewer(world: World) -> None:
 
 def one_batch_fewer(world: World) -> None:
     model, _ = distributed.prepare(*made())
-    state.current().batch = state.Batch(4, 4 * world.size, 0, "data", 16 * (1 + (world.rank == 1)))
+    on_batch(4, 4 * world.size, 0, "data", 16 * (1 + (world.rank == 1)))
     backward(model)
 
 
@@ -272,7 +287,7 @@ def test_ranks_share_each_batch_in_the_order_of_training(world: World, folder: P
     rows, held = order.holdout(COUNT, 0.2, index.hash, 3)
     model, optimizer = distributed.prepare(*made())
     options: dict[str, Any] = {"seed": 3, "holdout": 0.2, "normalise": "unit"}
-    read: list[tuple[Tensor, Tensor, state.Batch | None]] = []
+    read: list[tuple[Tensor, Tensor, Batch | None]] = []
     for most in (2, 99, 99):  # an iteration that is left after two batches, its rest, and an epoch
         loader = distributed.loader(folder, BATCH, **options)
         assert loader.epoch == (most == 99 and len(read) > 2)
@@ -283,7 +298,7 @@ def test_ranks_share_each_batch_in_the_order_of_training(world: World, folder: P
             optimizer.zero_grad()
             backward(model, images)
             optimizer.step()
-            read.append((images, labels, state.current().batch))
+            read.append((images, labels, state.current().use_batch()))
     everywhere = world.gather(read)
     with open_split(index, "train") as samples:
         place = 0
@@ -301,6 +316,23 @@ def test_ranks_share_each_batch_in_the_order_of_training(world: World, folder: P
     assert place == len(read)
     evaluated = distributed.loader(folder, BATCH, split="val", **options)
     assert distributed.total(sum(len(labels) for _, labels in evaluated)) == len(held)
+
+
+def test_a_last_batch_that_is_smaller_can_be_left_out(world: World, folder: Path) -> None:
+    """Three whole batches are an epoch, and the next iteration is in the next one."""
+    model, optimizer = distributed.prepare(*made())
+    loader = distributed.loader(folder, BATCH, drop_last=True)
+    for epoch in range(2):
+        assert (loader.epoch, len(loader)) == (epoch, COUNT // BATCH)
+        totals = []
+        for images, _ in loader:
+            optimizer.zero_grad()
+            backward(model, images)
+            optimizer.step()
+            totals.append(distributed.total(len(images)))
+        assert totals == [BATCH] * (COUNT // BATCH)
+    with pytest.raises(UsageError, match="61 samples give no batch of 62: use a smaller batch"):
+        distributed.loader(folder, COUNT + 1, drop_last=True)
 
 
 def test_an_evaluation_counts_each_sample_once(world: World, folder: Path) -> None:

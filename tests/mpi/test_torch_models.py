@@ -25,6 +25,7 @@ from tests.mpi.loops import (
     dataset,
     distance,
     global_batches,
+    on_batch,
     through_layers,
 )
 from tests.mpi.loops import (
@@ -53,21 +54,16 @@ def test_a_layer_that_some_ranks_do_not_use_gets_the_gradient_of_the_others(worl
         output = part_of(one, reference, images[first:last])
         (functional.cross_entropy(output, labels[first:last], reduction="sum") / COUNT).backward()
     model, _ = distributed.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    state.current().batch = batch_of(world, parts)
     first, last = parts[world.rank]
+    on_batch(last - first, COUNT)
     functional.cross_entropy(
         part_of(world, model, images[first:last]), labels[first:last]
     ).backward()
-    state.current().batch = None
+    state.current().readings.clear()
     gradients = [
         {name: value.grad for name, value in one.named_parameters()} for one in (model, reference)
     ]
     assert distance(*gradients) <= BOUND
-
-
-def batch_of(world: World, parts: list[tuple[int, int]]) -> state.Batch:
-    first, last = parts[world.rank]
-    return state.Batch(last - first, COUNT, 0)
 
 
 class Statistics(nn.Module):
@@ -222,9 +218,9 @@ def test_layers_that_are_called_directly_are_averaged_with_a_loader(world: World
     reference: Any = Net()
     through_layers(reference, images, labels).backward()
     model, _ = distributed.prepare((model := Net()), torch.optim.SGD(model.parameters(), 0.1))
-    state.current().batch = state.Batch(last - first, BATCH)
+    on_batch(last - first, BATCH)
     through_layers(model, images[first:last], labels[first:last]).backward()
-    state.current().batch = None
+    state.current().readings.clear()
     gradients = [
         {name: value.grad for name, value in one.named_parameters()} for one in (model, reference)
     ]

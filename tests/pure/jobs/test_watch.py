@@ -102,7 +102,7 @@ def test_a_run_with_brackets_in_its_name_is_shown_as_it_is(tmp_path: Path) -> No
     run = tmp_path / "x[/b]:b:[red]"
     run.mkdir(parents=True)
     record.write(run, RECORD)
-    (row,) = watch.rows(record.runs_of([str(run)]))
+    (row,) = watch.rows(*record.runs_of([str(run)]))
     assert "x[/b]:b:[red]" in watch.as_text([replace(row, run="x[/b]:b:[red]")])
 
 

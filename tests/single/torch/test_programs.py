@@ -232,6 +232,45 @@ def test_a_program_under_torchrun_is_refused_in_one_line() -> None:
     assert line.startswith("hvdtrain: torchrun or accelerate launch started 2 processes")
 
 
+SPAWNS = (
+    START
+    + """
+from torch.utils.data import DataLoader
+samples = [(torch.ones(4), 0)] * 8
+sampler = distributed.sampler(samples, 4)
+loader = DataLoader(samples, batch_sampler=sampler, num_workers=1, multiprocessing_context="spawn")
+next(iter(loader))
+"""
+)
+ONE_SAMPLE = (
+    START
+    + """
+model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+distributed.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+model(torch.ones(1, 4))
+"""
+)
+
+
+def test_a_spawned_worker_that_imports_the_program_is_refused_in_one_line(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SPAWNS)
+    words = ["import runpy, sys", f"sys.argv = [{str(program)!r}]", "runpy.run_path(sys.argv[0]"]
+    text = "; ".join(words) + ", run_name='__main__')"
+    done = run_script(1, text)
+    (line,) = set(lines_of(done))  # the worker may print it, too
+    assert line.startswith("hvdtrain: distributed.start() is called again in a child process")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_one_sample_under_batch_norm_is_one_line() -> None:
+    done = run_script(1, ONE_SAMPLE)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hvdtrain: batch norm has one value per channel in a rank's share of a")
+
+
 def test_an_error_of_one_rank_ends_the_job_with_its_traceback() -> None:
     done = run_script(2, RAISES)
     assert done.returncode == 4, done.stderr

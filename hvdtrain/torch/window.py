@@ -1,0 +1,97 @@
+"""The micro-batches of a step, and the weight that this rank has in each."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from hvdtrain.errors import UsageError
+from hvdtrain.plan.cut import Share
+from hvdtrain.torch.agreement import Action, Note, as_bits, from_bits
+from hvdtrain.torch.reading import Batch
+from hvdtrain.torch.state import State
+
+
+@dataclass
+class Window:
+    """The micro-batches whose gradients are added up for one step.
+
+    Attributes:
+        number: of the model.
+        touched: places of the parameters that have a gradient.
+        weighed: whether the ranks exchange the weights that the user has given.
+        counting: whether a note of the last micro-batch is under way.
+    """
+
+    number: int
+    state: State
+    batches: list[Batch] = field(default_factory=list)
+    touched: set[int] = field(default_factory=set)
+    weighed: bool = False
+    counting: bool = False
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self.batches.clear()
+        self.touched.clear()
+
+    def share(self, rank: int) -> Share:
+        """Return the weight of this rank's running statistics."""
+        samples = sum(batch.samples for batch in self.batches)
+        total = sum(batch.total for batch in self.batches)
+        first = self.batches[-1].first == rank
+        return Share(samples / total if total else 0.0, first, samples, total)
+
+    def post(self, samples: int | None, backward: int, is_exact: bool) -> None:
+        """Add the micro-batch of a backward; send what all ranks must know of it.
+
+        Args:
+            samples: of the last forward, if there was one: they count without a loader.
+            is_exact: whether weights that the user has given count.
+
+        Raises:
+            UsageError: if nothing knows the samples.
+        """
+        state = self.state
+        batch = state.use_batch()
+        if batch is None and samples is None:
+            raise UsageError(
+                "the number of samples of this backward is not known, since the model was not "
+                "called after its last step: call the prepared model, not its layers or its "
+                "forward, or use distributed.loader or distributed.sampler"
+            )
+        batch = batch or Batch(samples or 0, -1)
+        part, whole = state.loss_weight if state.loss_weight and is_exact else (None, None)
+        if part is not None and not batch.samples:
+            part = 0.0  # labels of a placeholder have a weight, too
+        if state.place.size == 1:
+            batch, whole = replace(batch, total=batch.samples), whole or part
+        self.weighed = part is not None and whole is None
+        if part is not None and whole is not None:
+            batch = replace(batch, factor=part / whole if whole else 0.0)
+        self.batches.append(batch)
+        if batch.total < 0 or self.weighed:
+            self.counting = True
+            note = Note(Action.COUNTING, self.number, backward, samples=batch.samples)
+            state.agreement.post(note._replace(weight=as_bits(part or 0.0)))
+            state.agreement.settle = self.weight_of_last
+
+    @property
+    def weighs_later(self) -> bool:
+        """Return whether one factor holds for gradients and statistics, once it is known."""
+        return self.counting and len(self.batches) == 1 and self.state.loss_weight is None
+
+    def weight_of_last(self) -> float:
+        """Return the weight of this rank in the last micro-batch, once all ranks know it."""
+        state, batch = self.state, self.batches[-1]
+        if self.counting:
+            self.counting, state.agreement.settle = False, None
+            notes = state.agreement.read()
+            if batch.total < 0:
+                counts = [note.samples for note in notes]
+                first = next((rank for rank, count in enumerate(counts) if count), 0)
+                batch = replace(batch, total=sum(counts), first=first)
+            if self.weighed:
+                parts = [from_bits(note.weight) for note in notes]
+                whole = math.fsum(parts)
+                batch = replace(batch, factor=parts[state.place.rank] / whole if whole else 0.0)
+            self.batches[-1] = batch
+        return batch.weight
