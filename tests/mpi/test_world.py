@@ -41,7 +41,7 @@ def test_a_rank_receives_what_another_sends(world: World) -> None:
             {"rank": source, "row": [source] * 1000} for source in range(1, world.size)
         ]
     else:
-        world.communicator.send({"rank": world.rank, "row": [world.rank] * 1000}, 0, 5)
+        world.send({"rank": world.rank, "row": [world.rank] * 1000}, 0, 5)()
 
 
 @pytest.mark.several_ranks
