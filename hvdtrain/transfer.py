@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from typing_extensions import override
-
 from hvdtrain.host.poll import wait_until
 
 if TYPE_CHECKING:
@@ -86,7 +84,6 @@ def _unpack(memories: Sequence[memoryview]) -> Any:
 class _Pickler(pickle.Pickler):
     """Leaves the memory of PyTorch's tensors out of a pickle, as `pickle` does for NumPy's."""
 
-    @override
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is None or type(value) is not torch.Tensor or not value.numel():

@@ -15,6 +15,7 @@ from torch import Tensor
 from hvdtrain.backends.pytorch.batches import check_sizes, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.optimizers import set_learning_rate
+from hvdtrain.backends.pytorch.ready import agree_on_values
 from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
 from hvdtrain.check.mixing import SAMPLES, find_mixing
 from hvdtrain.check.parity import Batch, Done, Parity, SerialRun, loss_scale
@@ -55,6 +56,7 @@ def check_plan(
             last one of an epoch) if the model can take it, and another whole one.
         device: of this rank. Both steps compute on it.
     """
+    agree_on_values(components, world)
     images, size = Images(MEAN, STD, device, config.precision), config.batch_size
     batches = []
     for number, count in enumerate(sizes or _sizes(config, components, plan, image_size, classes)):

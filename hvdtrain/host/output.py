@@ -10,8 +10,6 @@ import threading
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
-from typing_extensions import override
-
 from hvdtrain.errors import HvdtrainError
 
 if TYPE_CHECKING:
@@ -29,7 +27,6 @@ class _Stream(io.FileIO):
 
     is_lost = False
 
-    @override
     def write(self, data: Any) -> int:
         try:
             while (written := super().write(data)) is None:  # another program made it non-blocking

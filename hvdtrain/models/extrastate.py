@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.device import is_gpu
 from hvdtrain.errors import DataError, UsageError, one_line
 
 KEY = "_extra_state"  # as in PyTorch's state_dict
@@ -113,6 +114,6 @@ def decoded(name: str, tensors: Mapping[str, Tensor], device: torch.device | Non
         tensor = tensors[f"{name}/{content}"]
         if kind == "array":
             return tensor.numpy()[()]
-        return tensor if kind == "cpu" else tensor.to(device)
+        return tensor.to(device) if is_gpu(torch.device(kind)) else tensor
 
     return state(json.loads(tensors[name].cpu().numpy().tobytes()))

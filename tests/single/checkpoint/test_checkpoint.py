@@ -69,8 +69,9 @@ def test_tensors_become_arrays_and_come_back(tmp_path: Path, dtype: str) -> None
     assert (array.dtype.name, array.shape) == (dtype, (2, 3))
     arrays = {"odd": np.zeros(3, np.uint8), "x": array, "scalar": to_array(tensor[1, 1])}
     entry = write_tensors(tmp_path / "part", arrays)
-    # By the library that defines the format, and by our own reader.
-    for held in (load_file(tmp_path / "part"), read_verified(tmp_path, entry)):
+    # By the library that defines the format, if it has the dtype, and by our own reader.
+    others = [] if dtype == "complex128" else [load_file(tmp_path / "part")]
+    for held in (*others, read_verified(tmp_path, entry)):
         read = {name: to_tensor(value) for name, value in held.items()}
         assert read["x"].dtype == tensor.dtype
         assert torch.equal(read["x"], tensor)
