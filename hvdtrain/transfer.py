@@ -92,7 +92,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         # In the order of memory: dense tensors keep their strides, and are not copied.
         order = sorted(range(value.dim()), key=lambda place: -value.stride(place))
-        dense = value.detach().cpu().resolve_conj().permute(order).contiguous()
+        dense = value.detach().cpu().resolve_conj().resolve_neg().permute(order).contiguous()
         memory = pickle.PickleBuffer(dense.view(-1).view(torch.uint8).numpy())
         return _tensor, (memory, value.dtype, tuple(dense.shape), order)
 

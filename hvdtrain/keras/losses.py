@@ -20,7 +20,8 @@ class MeanLoss:
 
     Attributes:
         is_due: whether the next call compares.
-        values: of the batch, and of its two halves as a mean, when they were last compared.
+        values: of the batch, of its two halves as a mean, and of the larger half, when they were
+            last compared.
     """
 
     def __init__(self, name: str, loss: Any, model: keras.Model) -> None:
@@ -28,7 +29,7 @@ class MeanLoss:
         self.loss: Any = loss.loss if isinstance(loss, MeanLoss) else loss  # of an earlier fit
         with tf.init_scope():
             self.is_due = tf.Variable(True, trainable=False)
-            self.values = tf.Variable([0.0, 0.0], trainable=False)
+            self.values = tf.Variable([0.0] * 3, trainable=False)
 
     def __call__(self, labels: Any, outputs: Any, weights: Any = None) -> Any:
         """Return the loss, as Keras calls it; the errors end the tracing of a step."""
@@ -70,14 +71,15 @@ class MeanLoss:
         part = tf.cast(middle / count, value.dtype)
         first, second = mean_of(slice(None, middle)), mean_of(slice(middle, None))
         mean = tf.where(count > 1, first * part + second * (1 - part), value)
-        self.values.assign(tf.cast([value, mean], tf.float32))
+        larger = tf.maximum(abs(first), abs(second))
+        self.values.assign(tf.cast([value, mean, larger], tf.float32))
         self.is_due.assign(False)
         return False
 
     def fault(self) -> str:
         """Return what is wrong if the values of the last comparison differ, else nothing."""
-        whole, mean = map(float, self.values.numpy())
-        if not abs(whole - mean) > TOLERANCE * max(abs(whole), abs(mean)):
+        whole, mean, larger = map(float, self.values.numpy())
+        if not abs(whole - mean) > TOLERANCE * larger:
             return ""
         return (
             f"the loss of {self.name} is {whole:.5g} for a batch, but {mean:.5g} as the mean over "

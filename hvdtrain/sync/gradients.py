@@ -254,6 +254,7 @@ class ReplicatedGradients(Gradients):
 
     def start(self, share: Share) -> None:
         """Start the buckets that no backward has started."""
+        self.restore_layout()
         if not self.announced:
             self._take_statistics(share)
         self.first_is_over |= self.announced and self.has_arrived
@@ -264,6 +265,19 @@ class ReplicatedGradients(Gradients):
             if bucket.handle is None:
                 self._start(bucket)
         self.states.start(share)
+
+    @torch.no_grad()
+    def restore_layout(self) -> None:
+        """Give weights the memory order of their gradients again.
+
+        A forward may have replaced it, as `weight.data = normalize(weight.data)` does, and fused
+        optimizers walk through both element by element.
+        """
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                gradient = parameter.grad
+                if gradient is not None and parameter.stride() != gradient.stride():
+                    parameter.data = torch.empty_like(gradient).copy_(parameter)
 
     def finish(self) -> Reduction | None:
         """Wait for all buckets and store the reduced statistics."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.host import memory
-from hvdtrain.plan.cut import Share
 from hvdtrain.plan.passes import BUCKET_BYTES
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import (
@@ -138,16 +137,13 @@ class ShardedGradients(ReplicatedGradients):
             offset = span.stop
 
     @torch.no_grad()
-    def start(self, share: Share) -> None:
-        """Start the remaining reductions, with the weights in their buffers.
-
-        A forward may have given a parameter other memory, as `weight.data = normalize(...)` does.
-        """
+    def restore_layout(self) -> None:
+        """Copy weights that a forward has replaced back into their buffers."""
+        super().restore_layout()
         for span in self.spans.values():
             flat = self.weights[span.bucket.name]
             if span.parameter.data_ptr() != flat.data_ptr() + span.start * flat.element_size():
                 span.parameter.data = span.of(flat).copy_(span.parameter)
-        super().start(share)
 
     def trained(self) -> Mapping[str, nn.Parameter]:
         """Return the pieces."""

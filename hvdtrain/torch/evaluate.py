@@ -131,7 +131,9 @@ class Sums:
         else:
             self.losses.append(float(loss.double().sum()) * (1 if loss.dim() else count))
             self.weight += count
-            is_known = criterion is functional.cross_entropy or loss.dim()
+            # Only PyTorch's own: a function of the user's may also count, or draw random numbers.
+            is_torchs = getattr(criterion, "__module__", "").startswith("torch.nn.")
+            is_known = criterion is functional.cross_entropy or loss.dim() or not is_torchs
             if self.batches <= 3 and not is_known:
                 self.is_mean = self.is_mean and _is_mean(outputs, labels, criterion)
         self.samples += count

@@ -243,7 +243,7 @@ class Replica:
                 changed=self.reduction.changed(),
                 interrupted=interrupted,
                 preempted=preempted,
-                settings=digest(self.optimizers),
+                settings=digest(self.optimizers) if state.place.size > 1 else 0,
                 contents=state.contents,
             )
         )

@@ -50,12 +50,14 @@ class Reading:
 
     Attributes:
         read: batches read so far.
+        seen: batches that the loop had when its DataLoader last read one; None: no DataLoader.
         used: batches up to the last one that had a backward.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self.batches = batches
         self.read = self.used = 0
+        self.seen: int | None = None
         self._iterator: Callable[[], object] = lambda: self
         self._reader: Callable[[], Any] = lambda: None
 
@@ -76,7 +78,15 @@ class Reading:
     def number(self) -> int:
         """Return the number of the batch that the loop is on, from 1."""
         reader = self._reader()
-        return self.read if reader is None else int(reader._num_yielded)
+        if reader is not None:
+            return int(reader._num_yielded)
+        # A DataLoader that is gone has given one batch more than when it last read one.
+        return self.read if self.seen is None else min(self.seen + 1, self.read)
+
+    def note_reader(self) -> None:
+        """Note what the DataLoader has given the loop before it reads the next batch."""
+        if (reader := self._reader()) is not None:
+            self.seen = int(reader._num_yielded)
 
     def use(self) -> Batch | None:
         """Return the batch of a backward that runs now; None outside of the loop.
@@ -103,6 +113,19 @@ class Reading:
         """Return the position after the batches that were used, by name of the order."""
         last = self.batches[self.used - 1]
         return {last.source: last.end} if self.used and last.source else {}
+
+
+class Counted(Iterator[list[int]]):
+    """Batches of a reading, which counts them."""
+
+    def __init__(self, reading: Reading, batches: Iterator[list[int]]) -> None:
+        self.reading, self.batches = reading, batches
+
+    def __next__(self) -> list[int]:
+        self.reading.note_reader()
+        batch = next(self.batches)
+        self.reading.read += 1
+        return batch
 
 
 def _reader(frame: FrameType | None) -> _BaseDataLoaderIter | None:

@@ -13,7 +13,7 @@ from hvdtrain.data import order
 from hvdtrain.errors import UsageError
 from hvdtrain.torch import state as states
 from hvdtrain.torch.loader import open_reading, whole_batches
-from hvdtrain.torch.reading import Batch, Reading
+from hvdtrain.torch.reading import Batch, Counted, Reading
 
 HOLD = (list, tuple, range, np.ndarray, Tensor, Dataset)
 SHORT = reprlib.Repr()
@@ -96,14 +96,14 @@ class BatchOrder(Sampler[list[int]]):
             np.arange(self.count, dtype=np.int64),
             *(f"samples {self.count}", self.seed, epoch, 1, self.count),
         )
-        return reading.by(_counted(reading, (rows[a:b].tolist() for a, b in ranges)))
+        return reading.by(Counted(reading, (rows[a:b].tolist() for a, b in ranges)))
 
     def _evaluate(self) -> Iterator[list[int]]:
         rows = self._evaluation()
         slices = order.step_slices(len(rows), self._images)
         reading = Reading([Batch(stop - start, stop - start) for start, stop in slices])
         states.current().evaluation = reading
-        return reading.by(_counted(reading, (list(rows[a:b]) for a, b in slices)))
+        return reading.by(Counted(reading, (list(rows[a:b]) for a, b in slices)))
 
     def _evaluation(self) -> range:
         place = states.current().place
@@ -114,12 +114,6 @@ class BatchOrder(Sampler[list[int]]):
     def _images(self) -> int:
         """Samples of a batch for evaluation."""
         return -(-self.batch_size // states.current().place.size)
-
-
-def _counted(reading: Reading, batches: Iterator[list[int]]) -> Iterator[list[int]]:
-    for batch in batches:
-        reading.read += 1
-        yield batch
 
 
 def contents(value: Any, depth: int = 3) -> int:

@@ -123,6 +123,10 @@ class State:
         Raises:
             UsageError: if a checkpoint was loaded that does not know the order.
         """
+        for one in self.readings:  # a loop that is over may have skipped the last batches
+            if one.used and not one.is_live and one.number >= len(one.batches):
+                one.used = len(one.batches)
+                self.positions |= one.position
         if source in self.positions:
             self.restored = False  # another data set may be opened later, as for a second phase
         elif self.restored:

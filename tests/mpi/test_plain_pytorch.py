@@ -82,6 +82,20 @@ class Normalised(nn.Module):
         return torch.tanh(self.layer(x))
 
 
+class Reordered(nn.Module):
+    """Replaces its weight by one of another memory order than the run's, in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(WIDTH, WIDTH, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight
+        flat = functional.normalize(weight.data.flatten(1), dim=1)
+        weight.data = flat.contiguous().view(weight.shape)
+        return torch.tanh(self.layer(x[..., None, None].expand(-1, -1, 2, 2)).flatten(1))
+
+
 def model(make: Callable[[], nn.Module]) -> list[Component]:
     stem = Component("stem", lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, WIDTH)))
     odd = [Component(f"odd{number}", make) for number in range(2)]
@@ -115,7 +129,7 @@ def in_plain_pytorch(parts: list[Component], dtype: torch.dtype) -> State:
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("make", [Sliced, Rotary, Normalised])
+@pytest.mark.parametrize("make", [Sliced, Rotary, Normalised, Reordered])
 def test_they_train_as_in_plain_pytorch(
     world: World, make: Callable[[], nn.Module], precision: str
 ) -> None:

@@ -133,6 +133,29 @@ def test_a_look_at_a_batch_leaves_the_loop_alone(world: World) -> None:
         assert sampler.position == min(number * BATCH, COUNT)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_may_skip_the_last_batch_of_an_epoch(world: World, workers: int) -> None:
+    """Its next epoch once read that batch alone, and so did all that followed."""
+    pair = distributed.prepare((m := Net()), torch.optim.SGD(m.parameters(), 0.1))
+    sampler = distributed.sampler(dataset(), BATCH)
+    loader = DataLoader(dataset(), batch_sampler=sampler, num_workers=workers)
+    for epoch in range(3):
+        assert sampler.epoch == epoch
+        for number, batch in enumerate(loader, 1):
+            if number < len(loader):
+                loop_over([batch], *pair)
+        assert number == len(loader)
+
+
+def test_one_batch_of_workers_that_read_ahead_may_be_used(world: World) -> None:
+    model, optimizer = distributed.prepare((m := Net()), torch.optim.SGD(m.parameters(), 0.1))
+    sampler = distributed.sampler(dataset(), BATCH)
+    batch = next(iter(DataLoader(dataset(), batch_sampler=sampler, num_workers=2)))
+    for _ in range(2):
+        loop_over([batch], model, optimizer)
+    assert sampler.position == 0
+
+
 @pytest.mark.several_ranks
 def test_two_sets_of_unlike_shares_are_refused(world: World) -> None:
     pair = distributed.prepare((m := Net()), torch.optim.SGD(m.parameters(), 0.1))
@@ -205,7 +228,7 @@ def test_an_evaluation_counts_the_samples_of_its_sampler(
         assert sums["samples"] == COUNT
         assert sums["loss"] == pytest.approx(wanted, rel=1e-9)
     assert not capsys.readouterr().err
-    sums = evaluated(lambda y: y, lambda o, y: class_weighted(o, y)[0])
+    sums = evaluated(lambda y: y, nn.CrossEntropyLoss(WEIGHTS))
     remarks = capsys.readouterr().err
     assert ("the criterion is not a mean over samples" in remarks) == (world.rank == 0)
     sums = evaluated(lambda y: y, class_weighted)
