@@ -78,8 +78,8 @@ def _arguments(
 ) -> dict[str, int]:
     """Return the arguments of a model's function by the names of its parameters.
 
-    Without a parameter classes, num_classes or image_size, the two that it requires are taken for
-    classes and image_size, and `**kwargs`, as in torchvision's functions, for num_classes.
+    Without a parameter classes or num_classes, `**kwargs`, as of torchvision's functions, get
+    num_classes.
 
     Raises:
         UsageError: if it requires something else, or cannot take a patch size that is set.
@@ -91,16 +91,8 @@ def _arguments(
         values = {one.name: known[one.name] for one in parameters if one.name in known}
         kinds = [one.kind for one in parameters]
         is_open = inspect.Parameter.VAR_KEYWORD in kinds
-        if not values:
-            required = [
-                one.name
-                for one in parameters
-                if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
-            ]
-            if len(required) == 2 and "patch_size" not in required:
-                values = dict(zip(required, (classes, image_size), strict=True))
-            elif inspect.Parameter.VAR_POSITIONAL in kinds:
-                raise TypeError("*args hides its parameters")
+        if not values and inspect.Parameter.VAR_POSITIONAL in kinds:
+            raise TypeError("*args hides its parameters")
         if is_open and not values.keys() - {"image_size"}:
             values["num_classes"] = classes
         if "patch_size" not in signature.parameters:
