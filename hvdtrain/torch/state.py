@@ -124,8 +124,9 @@ class State:
             UsageError: if a checkpoint was loaded that does not know the order.
         """
         for one in self.readings:  # a loop that is over may have skipped the last batches
-            if one.used and not one.is_live and one.number >= len(one.batches):
-                one.used = len(one.batches)
+            end = len(one.batches)
+            if 0 < one.used < end and not one.is_live and one.number >= end:
+                one.used = end
                 self.positions |= one.position
         if source in self.positions:
             self.restored = False  # another data set may be opened later, as for a second phase
