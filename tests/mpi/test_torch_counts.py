@@ -135,7 +135,7 @@ def test_a_look_at_a_batch_leaves_the_loop_alone(world: World) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loop_may_skip_the_last_batch_of_an_epoch(world: World, workers: int) -> None:
-    """Its next epoch once read that batch alone, and so did all that followed."""
+    """Later epochs once read the skipped batch alone."""
     pair = distributed.prepare((m := Net()), torch.optim.SGD(m.parameters(), 0.1))
     sampler = distributed.sampler(dataset(), BATCH)
     loader = DataLoader(dataset(), batch_sampler=sampler, num_workers=workers)
