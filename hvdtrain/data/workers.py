@@ -115,7 +115,7 @@ def read_image(path: Path) -> NDArray[np.uint8]:
 
 def _content(path: str) -> bytes:
     try:
-        with opened(Path(path), follow=True) as file:  # a FIFO would wait
+        with opened(Path(path)) as file:  # a FIFO would wait
             return file.read()
     except ValueError as error:  # a null byte in the name
         raise DataError(f"{shown(path)}: cannot be read ({error})") from None

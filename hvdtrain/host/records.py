@@ -5,11 +5,12 @@ limited size, and a dataclass names its keys and their types.
 """
 
 import errno
+import io
 import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -20,23 +21,14 @@ from hvdtrain.errors import DataError, on_one_line
 from hvdtrain.host.harmless import LARGEST_WHOLE
 
 LARGEST = 16 * 2**20  # bytes of a record
-LARGEST_LINES = 2**30  # bytes of a file with a record per line
+LARGEST_LINES = 2**29  # bytes of a file with a record per line
 LARGEST_NUMBER = 1e100  # so that products of a few of them are finite
 Kind = TypeVar("Kind")
 
 
 @contextmanager
-def opened(path: Path, follow: bool = False) -> Iterator[IO[bytes]]:
-    """Open a regular file to read it: a FIFO would wait, and a link may show a private file.
-
-    Args:
-        follow: accept a symbolic link to such a file.
-
-    Raises:
-        OSError: also for anything else than a regular file.
-    """
-    if not follow and path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a symbolic link")
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a regular file to read it: a FIFO would wait; raise OSError for anything else."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -77,10 +69,11 @@ def read(path: Path, kind: type[Kind], advice: str = "restore it") -> Kind | Non
         return None
 
 
-def read_lines(path: Path, kind: type[Kind], last: int | None = None) -> list[Kind]:
+def read_lines(path: Path, parse: Callable[[bytes], Kind], last: int | None = None) -> list[Kind]:
     """Return the records in a file with one per line, but not one that is half-written at its end.
 
     Args:
+        parse: returns the record in a line, or raises ValueError.
         last: number of bytes to read from the end of the file; None for all of it.
 
     Raises:
@@ -88,11 +81,18 @@ def read_lines(path: Path, kind: type[Kind], last: int | None = None) -> list[Ki
     """
 
     def load() -> list[Kind]:
-        text = content(path, LARGEST_LINES) if last is None else tail(path, last)
-        *lines, unfinished = text.split(b"\n")
-        records = [parse(line, kind) for line in lines if line.strip()]
-        with suppress(ValueError):
-            records.append(parse(unfinished, kind))
+        if last is not None:
+            return parsed(io.BytesIO(tail(path, last)))
+        with opened(path) as file:
+            if os.fstat(file.fileno()).st_size > LARGEST_LINES:
+                raise OSError(errno.EFBIG, f"it is larger than {LARGEST_LINES:,} bytes")
+            return parsed(file)
+
+    def parsed(file: IO[bytes]) -> list[Kind]:
+        records = []
+        for line in filter(bytes.strip, file):
+            with nullcontext() if line.endswith(b"\n") else suppress(ValueError):
+                records.append(parse(line))
         return records
 
     try:

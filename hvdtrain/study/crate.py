@@ -18,7 +18,8 @@ from hvdtrain import __version__
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, records
 from hvdtrain.options import configfile
-from hvdtrain.training.runrecords import METRICS, SUMMARY, Line
+from hvdtrain.training import runrecords
+from hvdtrain.training.runrecords import METRICS, SUMMARY
 
 CONFIGURATION = "config.yaml"
 RUN_FILES = (CONFIGURATION, METRICS, SUMMARY)
@@ -57,7 +58,9 @@ def write(
         contents = {path.name: path.read_bytes() for path in report}
         for folder, name in sorted(names.items(), key=lambda item: item[1]):
             for file in (folder / file for file in RUN_FILES):
-                with suppress(OSError):  # as for a link: its run is left out of the report, too
+                if file.is_symlink():  # what it points to may be private
+                    raise OSError(f"{file} is a symbolic link: put a copy in its place")
+                with suppress(OSError):  # its run is left out of the report, too
                     contents[f"{RUNS}/{name}/{file.name}"] = _public(file)
         metadata = describe(list(contents), options, _newest(contents))
         contents[METADATA] = (json.dumps(metadata, indent=1) + "\n").encode()
@@ -91,7 +94,7 @@ def _newest(contents: Mapping[str, bytes]) -> str:
     for name, content in contents.items():
         if name.endswith(METRICS):
             with suppress(ValueError):
-                times += [records.parse(line, Line).time for line in content.splitlines()[-1:]]
+                times += [runrecords.parse_line(line).time for line in content.splitlines()[-1:]]
     return datetime.fromtimestamp(min(max(times), LATEST), UTC).date().isoformat()
 
 

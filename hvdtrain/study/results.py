@@ -142,7 +142,7 @@ def read(run: Path) -> Result:
         result = _result(run, summary, lines, configfile.load(run / "config.yaml"))
         _check_names(result)
         return result
-    except (DataError, UsageError, ValueError, LookupError) as error:
+    except (DataError, UsageError, ValueError, LookupError, ArithmeticError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{run} cannot be read as a finished run: {reason}") from None
 

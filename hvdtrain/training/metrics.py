@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host import records
 from hvdtrain.host.files import (
     OWN_FOLDER,
     make_folders,
@@ -118,7 +119,7 @@ def summary_of_finished(config: TrainConfig) -> dict[str, Any] | None:
     if not (config.resume and config.run and folder.summary.is_file()):
         return None
     try:
-        summary: dict[str, Any] = json.loads(folder.summary.read_text())
+        summary: dict[str, Any] = json.loads(records.content(folder.summary))
         length = round(summary["samples"] / summary["epochs"])
         evaluates = config.eval_every > 0 and config.emulate is None
         if evaluates and summary["final"]["test_loss"] is None:

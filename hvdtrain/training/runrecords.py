@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.host import records
 from hvdtrain.host.load import Disturbance
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+READ = ("step", "epoch", "plan", "fault")  # the events whose values commands read
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class RankSeconds:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of `metrics.jsonl`; it has only some of these keys."""
+    """A line of `metrics.jsonl`; it has only some of these keys, and of other events only two."""
 
     event: str
     time: float = 0.0
@@ -129,7 +131,16 @@ class Summary:
 
 def read_lines(run: Path, last: int | None = None) -> list[Line]:
     """Return the lines in the metrics of a run, or in their `last` bytes; raise DataError."""
-    return records.read_lines(run / METRICS, Line, last)
+    return records.read_lines(run / METRICS, parse_line, last)
+
+
+def parse_line(text: bytes) -> Line:
+    """Return a line; raise ValueError if it is none."""
+    values: dict[str, Any] = records.parse(text, dict[str, Any])
+    if values.get("event") not in READ:
+        values = {key: values[key] for key in ("event", "time") if key in values}
+    line: Line = records.build(Line, values)
+    return line
 
 
 def read_summary(run: Path) -> Summary | None:

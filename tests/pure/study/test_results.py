@@ -38,7 +38,9 @@ def write_run(
     waits = {"own_seconds": own_seconds, "data_seconds": [0.02 * train_seconds / 10] * ranks}
     step = {"event": "step", "step": 10, "images_per_second": rate, "ranks": waits}
     epoch = {"event": "epoch", "epoch": 1, "train_loss": 2.0, "test_loss": 1.5}
-    lines = [*started, step, epoch | {"test_accuracy": 0.5}]
+    profile = {"event": "profile", "step": 5, "ranks": [{"times_predicted": {"a": 1.0}}] * ranks}
+    other = {"event": "of another version", "epoch": "warm", "message": None, "stages": 3}
+    lines = [*started, profile, step, other, epoch | {"test_accuracy": 0.5}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = {
         "model": "cnn",
@@ -58,6 +60,14 @@ def write_run(
     }
     (folder / "summary.json").write_text(json.dumps(summary | changes))
     return folder
+
+
+def test_a_run_without_a_batch_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 1, 100.0, [9.0])
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("batch_size: 100", "batch_size: 0"))
+    with pytest.raises(DataError, match="cannot be read as a finished run"):
+        results.read(run)
 
 
 def test_each_number_of_a_size_comes_from_its_files(tmp_path: Path) -> None:

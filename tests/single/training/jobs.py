@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hvdtrain.study import results
 from tests import warm
 from tests.conftest import program, program_environment, run_program
 
@@ -95,6 +96,7 @@ def assert_adaptive(run: Path) -> None:
     assert all(line["change_seconds"] > 0 for line in changes)
     profiles = events_of(run, "profile")
     assert profiles
+    assert results.read(run).model == "cnn"  # a report of a run with all of these events
     for line in profiles:
         assert any(rank["times_predicted"] for rank in line["ranks"])
         assert all(
