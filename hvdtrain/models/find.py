@@ -109,9 +109,12 @@ def _arguments(
 
 
 def _import_module(reference: str, module_name: str) -> ModuleType:
-    """Import a module as `python -m` would, with the current folder first on the path."""
-    folder = str(Path.cwd())
-    if folder not in sys.path and "" not in sys.path:
+    """Import a module as `python -m` would, with the current folder first on the path.
+
+    Not for our own models: what they import must not come from there.
+    """
+    folder, is_ours = str(Path.cwd()), module_name.startswith("hvdtrain.")
+    if not is_ours and folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
     try:
         return importlib.import_module(module_name)

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from torch import nn
 from hvdtrain import TrainConfig, TrainResult, cli, data, evaluate, export, load, predict, train
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from hvdtrain.use import graph
+from tests.conftest import program_environment
 
 CLASSES, STORED, SIZE = 7, 12, 8
 
@@ -256,7 +258,9 @@ def test_code_that_another_user_could_have_written_is_not_imported(
     paths = [str(path) for path in pictures[0][:2]]
     uses = [["evaluate", folder], ["predict", folder, *paths], ["export", folder, "net.onnx"]]
     commands = [[*map(str, words), "--which", "last"] for words in uses]
-    for path in (folder, config, package, module, module.parent):
+    cache = module.with_name("__pycache__")
+    cache.mkdir()
+    for path in (folder, config, package, module, module.parent, cache, tmp_path):
         mode = path.stat().st_mode
         path.chmod(mode | 0o002)
         for command in commands:
@@ -275,6 +279,27 @@ def test_code_that_another_user_could_have_written_is_not_imported(
     config.chmod(0o644)
     assert evaluate(folder, which="last").accuracy == run["final"]["test_accuracy"]
     forget()
+
+
+def test_a_module_that_is_loaded_is_no_way_around_the_check(
+    run: TrainResult, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(run.run, tmp_path / "run")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("model: cnn", "model: os:getpid"))
+    config.chmod(0o666)
+    with pytest.raises(UsageError, match="can be changed by other users"):
+        evaluate(folder, which="last")
+
+
+def test_a_model_of_ours_imports_nothing_from_the_current_folder(
+    run: TrainResult, tmp_path: Path
+) -> None:
+    """An evaluation draws a picture, and matplotlib could come from the folder of a stranger."""
+    (tmp_path / "matplotlib.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    command = [sys.executable, "-P", "-m", "hvdtrain", "evaluate", str(run.run), "--to", "out"]
+    subprocess.run(command, cwd=tmp_path, env=program_environment(), check=True)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_exported_models_return_the_logits_of_torch(
