@@ -112,14 +112,17 @@ class RanksStop(StopRequest):
     @contextmanager
     def forwarded_to(self, job: _Job) -> Iterator[None]:
         """Forward requests, and Ctrl-Z, to this job in the block, including one from before."""
-        self.job = job
+        self.job, before = job, None
         if self._previous:  # in the main thread
-            handler = signal.signal(signal.SIGTSTP, lambda *_: suspend_with(job.process.pid))
-            self._previous.setdefault(signal.SIGTSTP, handler)
-        if self.requested and not self.ended:
-            self.on_request()
-        yield
-        self.job = None
+            before = signal.signal(signal.SIGTSTP, lambda *_: suspend_with(job.process.pid))
+        try:
+            if self.requested and not self.ended:
+                self.on_request()
+            yield
+        finally:
+            self.job = None
+            if before is not None:
+                signal.signal(signal.SIGTSTP, before)
 
     @override
     def on_request(self) -> None:

@@ -23,15 +23,17 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 def suspend_with(pid: int) -> None:
-    """Suspend this process, as Ctrl-Z does, and with it a process of another session."""
+    """Suspend this process, as Ctrl-Z does, and with it those that a launcher has started.
+
+    The launcher itself runs on: it ends them if this process is killed meanwhile. One that it
+    starts only now runs until it waits for the others.
+    """
     import psutil
 
     others: list[psutil.Process] = []
     with suppress(psutil.Error):
-        first = psutil.Process(pid)
-        first.suspend()  # before the search, so that it starts no more
-        others = [first, *first.children(recursive=True)]
-    for process in others[1:]:
+        others = psutil.Process(pid).children(recursive=True)
+    for process in others:
         with suppress(psutil.Error):
             process.suspend()
     handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)

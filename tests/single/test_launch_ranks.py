@@ -124,12 +124,35 @@ def test_ctrl_z_suspends_the_ranks_too(small_set: Path, tmp_path: Path) -> None:
     wait_for(job, (tmp_path / "run" / "checkpoints").exists)
     everyone = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
     assert len(everyone) >= 4  # the launcher, mpirun and two ranks
+    del everyone[1]  # mpirun runs on, to end the ranks if the launcher is killed
     job.send_signal(signal.SIGTSTP)
     wait_for(job, lambda: all(map(is_stopped, everyone)))
     job.send_signal(signal.SIGCONT)
     wait_for(job, lambda: not any(map(is_stopped, everyone)))
     job.send_signal(signal.SIGINT)
     assert job.wait(SOON_SECONDS) == 130, job.communicate()
+
+
+def test_a_suspended_launcher_that_is_killed_takes_its_ranks_with_it(
+    small_set: Path, tmp_path: Path
+) -> None:
+    options = (*LONG, "--data", small_set, "--ranks", 2, "--run", tmp_path / "run")
+    job = subprocess.Popen(
+        program("train", *options, cold=True),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=program_environment(),
+        process_group=0,
+    )
+    wait_for(job, (tmp_path / "run" / "checkpoints").exists)
+    mpirun_and_ranks = psutil.Process(job.pid).children(recursive=True)
+    job.send_signal(signal.SIGTSTP)
+    wait_for(job, lambda: is_stopped(psutil.Process(job.pid)))
+    job.kill()
+    gone, alive = psutil.wait_procs(mpirun_and_ranks, timeout=SOON_SECONDS)
+    assert not alive
+    assert len(gone) >= 3
 
 
 def test_what_ranks_share_is_their_jobs_own_and_gone_after_it() -> None:
