@@ -145,7 +145,8 @@ def pack(source: Path | str, destination: Path | str, shard_mb: int = 64) -> Ind
 def is_official(source: Path) -> bool:
     """Return whether a folder holds official CIFAR files, or a file may be an archive of them."""
     if source.is_file():
-        return source.suffix.lower() in (".gz", ".tgz")
+        with source.open("rb") as file:
+            return file.read(2) == b"\x1f\x8b"
     return bool(_candidates(source))
 
 

@@ -8,6 +8,7 @@ import csv
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from hvdtrain.data.images import shown
 from hvdtrain.data.index import IMAGE_SUFFIXES
 from hvdtrain.data.order import shuffled
-from hvdtrain.data.walk import Walk, kind_of
+from hvdtrain.data.walk import Walk, is_folder, kind_of
 from hvdtrain.errors import DataError, UsageError
 
 Labels = NDArray[np.int32]
@@ -95,15 +96,17 @@ def _split_folders(source: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
     tests = [name for name in TEST_FOLDERS if (source / name).is_dir()]
     notes = [f"{tests[0]}/ is the test split"] if tests and tests[0] != "test" else []
     for name in tests[1:]:
-        images = sum(1 for _ in Walk().files(source / name, name))
-        notes.append(f"{name}/ is left out, with {images:,} image(s)")
+        count = ""
+        with suppress(DataError):  # it is not read: what is wrong with it does not matter
+            count = f", with {sum(1 for _ in Walk().files(source / name, name)):,} image(s)"
+        notes.append(f"{name}/ is left out{count}")
     if not tests:
         return {ALONE: source / "train"}, ()
     return {"train": source / "train", "test": source / tests[0]}, tuple(notes)
 
 
 def _class_folders(folder: Path, walk: Walk) -> list[str]:
-    names = [entry.name for entry in walk.enter(folder) if entry.is_dir()]
+    names = [entry.name for entry in walk.enter(folder) if is_folder(entry)]
     if not names:
         raise DataError(
             f"{shown(folder)}: holds no folders of images: put the images of each class into a "

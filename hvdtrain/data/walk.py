@@ -68,7 +68,7 @@ class Walk:
         """Yield the paths of the image files in a folder and in those inside it."""
         for entry in self.enter(folder):
             path = f"{name}{os.sep}{entry.name}"
-            if entry.is_dir():
+            if is_folder(entry):
                 yield from self.files(folder / entry.name, path)
             elif not entry.name.lower().endswith(IMAGE_SUFFIXES):
                 self.others[PurePath(entry.name).suffix.lower() or "without suffix"] += 1
@@ -76,7 +76,7 @@ class Walk:
                 with suppress(OSError):  # a link to nothing is a broken file
                     self.links.setdefault(_identity(entry.stat()), folder / entry.name)
                 yield path
-            elif entry.is_file():  # and no FIFO, which would wait
+            elif entry.is_file():  # no FIFO, which would wait
                 yield path
 
     def check(self, files: Iterable[Path]) -> None:
@@ -90,6 +90,13 @@ class Walk:
         """Return how many files are no images, by suffix; empty if there are none."""
         texts = (f"{number:,} {name}" for name, number in sorted(self.others.items()))
         return shown(", ".join(texts))
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder or a link to one; False for a link to itself."""
+    with suppress(OSError):
+        return entry.is_dir()
+    return False
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
