@@ -155,13 +155,14 @@ def _local_state(run: Path, record: Record) -> State | None:
         return None
     if beat is None or beat.time <= record.submitted:  # the run has not started
         return State("PENDING")
-    return State("RUNNING") if psutil.pid_exists(beat.pid) else None
+    exists = 0 < beat.pid < 2**31 and psutil.pid_exists(beat.pid)
+    return State("RUNNING") if exists else None
 
 
 def _is_alive(number: str) -> bool:
     try:
         return "submitit" in " ".join(psutil.Process(int(number)).cmdline())
-    except (psutil.Error, ValueError):
+    except (psutil.Error, ValueError, OverflowError):
         return False
 
 

@@ -209,24 +209,31 @@ def submit_request(request: Request, dependency: str | None) -> list[str]:
     return [f"{number}_{place}" for place in range(len(runs))] if len(runs) > 1 else [str(number)]
 
 
+class NotKnown(UsageError):
+    """Slurm may have a job that it did not confirm."""
+
+
 def _accepted(request: Request, message: str) -> str:
     """Return the number of a job that Slurm has, although sbatch failed: as after a timeout.
 
     Raises:
-        UsageError: if Slurm has no such job, or does not answer.
+        UsageError: if Slurm has no such job.
+        NotKnown: if it does not answer.
     """
     lines = [line for line in message.splitlines() if line.strip()]
     reason = lines[-1] if lines else "it printed no reason"
+    if lines and not re.search(NO_ANSWER, reason):
+        raise UsageError(f"sbatch refused the job: {reason}") from None
     # Each script has a unique name; submitit renames that of a job whose number it knows.
     scripts = request.logs.glob(".submission_file_*.sh")
     script = max(scripts, key=lambda path: path.stat().st_mtime_ns).name
     arguments = ("--noheader", f"--user={os.getuid()}", "--states=all", "--format=%F|%o")
-    until = time.monotonic() + (SECONDS / 2 if re.search(NO_ANSWER, reason) else 0)
+    until = time.monotonic() + SECONDS / 2
     while True:
         try:
             jobs = query("squeue", *arguments)
         except UsageError as silent:
-            raise UsageError(
+            raise NotKnown(
                 f"{reason}, and whether Slurm has the job is not known ({silent}): if squeue "
                 f"lists a job {request.name}, cancel it before you submit again"
             ) from None

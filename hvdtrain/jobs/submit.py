@@ -23,7 +23,7 @@ from hvdtrain.jobs import record, site, slurm
 from hvdtrain.jobs.estimate import estimate
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
-from hvdtrain.jobs.slurm import ENDING_SIGNALS, Request, dry_run, submit_request
+from hvdtrain.jobs.slurm import ENDING_SIGNALS, NotKnown, Request, dry_run, submit_request
 from hvdtrain.options import configfile
 from hvdtrain.options.emulateoptions import EmulateOptions
 from hvdtrain.options.syncoptions import SyncOptions
@@ -247,7 +247,11 @@ def submit_and_record(
                 for training in request.runs:
                     _write_configuration(training, patch, undo)
                 while len(links) < chain and not received:
-                    links.append(submit_request(request, dependency))
+                    try:
+                        links.append(submit_request(request, dependency))
+                    except NotKnown:
+                        undo.pop_all()  # a job may need the folders
+                        raise
                     undo.pop_all()
                     # Depend on all earlier jobs: one that was cancelled because the run is done
                     # counts as "not ok" for the job after it.

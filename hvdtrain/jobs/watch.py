@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -230,8 +230,8 @@ def _print_from(path: Path, offset: int) -> int:
     return offset + len(content)
 
 
-def cancel(runs: Iterable[str]) -> list[str]:
-    """Cancel all waiting and running jobs of these runs; return one line per job.
+def cancel(runs: Iterable[str]) -> Iterator[str]:
+    """Cancel all waiting and running jobs of these runs; yield one line per job.
 
     Raises:
         UsageError: if there is no such run, or Slurm refuses.
@@ -256,6 +256,6 @@ def cancel(runs: Iterable[str]) -> list[str]:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             psutil.Process(process).send_signal(signal.SIGINT)
+    yield from lines
     if faults:
         raise DataError(f"{next(iter(faults.values()))} (the other runs are cancelled)")
-    return lines

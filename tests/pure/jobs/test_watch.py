@@ -139,8 +139,12 @@ def test_a_run_whose_record_is_bad_stops_neither_status_nor_cancel(tmp_path: Pat
     assert (bad.state, good.state, half.state) == (watch.UNREADABLE, "FAILED", "FAILED")
     assert "job.json is not valid" in bad.note
     assert "metrics.jsonl is not valid (step cannot be 'many')" in half.note
+    cancelled = watch.cancel([str(tmp_path)])
+    assert [next(cancelled), next(cancelled)] == [
+        f"{tmp_path / name}: no job is waiting or running" for name in ("b", "c")
+    ]
     with pytest.raises(DataError, match=r"job.json is not valid .*the other runs are cancelled"):
-        watch.cancel([str(tmp_path)])
+        next(cancelled)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 3}', "[" * 5000])
