@@ -141,7 +141,10 @@ def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
         return error.exit_code, f"hvdtrain: {error}"
     if isinstance(error, OSError) and (cure := CURES.get(error.errno or 0)):
         name = f"{on_one_line(error.filename)}: " if error.filename else ""
-        return UsageError.exit_code, f"hvdtrain: {name}{error.strerror}: {cure}"
+        # Ranks may run out of files in the middle of a run, which can then be started again.
+        is_late = error.errno == errno.EMFILE and not alone
+        code = RankError.exit_code if is_late else UsageError.exit_code
+        return code, f"hvdtrain: {name}{error.strerror}: {cure}"
     message = str(error).lower()
     if isinstance(error, MemoryError) or any(words in message for words in OUT_OF_MEMORY):
         return RankError.exit_code, f"hvdtrain: {where} {_out_of_memory(error)}"

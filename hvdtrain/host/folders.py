@@ -92,7 +92,8 @@ def _remove_unclaimed(base: Path) -> None:
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+                if os.fstat(handle).st_uid == os.getuid():
+                    shutil.rmtree(folder)
             finally:
                 os.close(handle)
 

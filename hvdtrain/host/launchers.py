@@ -6,7 +6,6 @@ This module loads neither MPI nor Horovod.
 import os
 import pwd
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +128,7 @@ def needed_by_mpirun() -> dict[str, str]:
     try:
         home = os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:  # a container with a user that has no name
-        home = tempfile.gettempdir()
+        home = "/nonexistent"  # mpirun reads settings there, which no other user may write
     return {"HOME": home, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 

@@ -75,12 +75,16 @@ def guard() -> None:
 
 
 def forward(source: IO[str] | None) -> None:
-    """Write to standard output, at once, what a process writes to a pipe."""
+    """Write to standard output, at once, what a process writes to a pipe.
+
+    It reads to the end also where nothing can be written: a full pipe would block the process.
+    """
     assert source is not None
     decoder = codecs.getincrementaldecoder(sys.stdout.encoding or "utf-8")("replace")
     while piece := os.read(source.fileno(), PIECE_BYTES):
-        sys.stdout.write(decoder.decode(piece))
-        sys.stdout.flush()
+        with suppress(OSError, ValueError):  # without `guard`, in a user's program
+            sys.stdout.write(decoder.decode(piece))
+            sys.stdout.flush()
 
 
 def console(**settings: Any) -> "Console":

@@ -1,6 +1,7 @@
 """Output that cannot be written: training continues, and nothing prints a traceback."""
 
 import fcntl
+import io
 import os
 import subprocess
 import sys
@@ -89,6 +90,16 @@ def test_a_pipe_that_must_not_block_takes_all() -> None:
     assert end_of(child) == 0
     thread.join()
     assert len(read[0]) == 10**6 + 1
+
+
+def test_what_cannot_be_forwarded_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a notebook waited where its output failed: nothing read their pipe."""
+    with subprocess.Popen(["seq", "100000"], stdout=subprocess.PIPE, text=True) as process:
+        full = io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True)
+        monkeypatch.setattr(sys, "stdout", full)
+        output.forward(process.stdout)
+        monkeypatch.undo()
+    assert process.returncode == 0
 
 
 def test_a_name_that_the_terminal_cannot_show_ends_nothing(
