@@ -114,7 +114,7 @@ def _rate(batches: Callable[[int], Iterable[Any]], number: int) -> float:
 def _ours(folder: Path, epoch: int) -> Iterator[Any]:
     from hvdtrain.config import TrainConfig
     from hvdtrain.data import Loader, open_split, order, read_index
-    from hvdtrain.training.feed import Feeder, augmentation
+    from hvdtrain.engine.feed import Feeder, augmentation
 
     index = read_index(folder).at_size(SIZE)
     config = TrainConfig(model="", data="", augment="resized-crop-flip")

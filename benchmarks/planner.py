@@ -32,6 +32,7 @@ from scipy import stats
 
 from hvdtrain import launch, models, world
 from hvdtrain.backends.pytorch.build import build_runtime
+from hvdtrain.backends.pytorch.measured import subject_of
 from hvdtrain.check.plan import MEAN, STD, local_batch, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
@@ -50,7 +51,7 @@ from hvdtrain.planner.cost import Question
 from hvdtrain.planner.probe import message_to_self
 from hvdtrain.planner.profile import Profile, RankTimes
 from hvdtrain.planner.solve import solve
-from hvdtrain.planner.subject import Subject, subject_of
+from hvdtrain.planner.subject import Subject
 from hvdtrain.study import planplots
 from hvdtrain.world import World
 
@@ -230,12 +231,11 @@ def _ready(
 ) -> dict[str, tuple[Runtime, Step]]:
     """Return what a step of each plan needs on this rank."""
     config, size = subject.config, subject.config.batch_size
+    components = models.components(config.model, CLASSES, SIZE)
     first: Runtime | None = None
     ready = {}
     for name, plan in plans.items():
-        runtime = build_runtime(
-            config, plan, subject.components, subject.images, SIZE, job, before=first
-        )
+        runtime = build_runtime(config, plan, components, subject.images, SIZE, job, before=first)
         first = first or runtime
         pieces = cut(plan, size)
         actions = schedule.training_step(plan, pieces)[job.rank]

@@ -23,11 +23,11 @@ import numpy as np
 from comparison import add_row
 
 from hvdtrain.data import order
+from hvdtrain.engine.control import HEADER, Agreed, Vitals
 from hvdtrain.health.stragglers import Stragglers, as_lists, groups_of_equal_work
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import pipeline, replicated
 from hvdtrain.plan.validate import prove
-from hvdtrain.training.control import HEADER, Agreed, Vitals
 
 WINDOW = 20  # steps between two lines of the log
 STAGES, MICROBATCHES = 8, 8

@@ -121,6 +121,7 @@ def _predict(options: argparse.Namespace) -> None:
     import torch
 
     from hvdtrain import models, world
+    from hvdtrain.backends.pytorch.measured import subject_of
     from hvdtrain.backends.pytorch.parts import build_model
     from hvdtrain.check.plan import MEAN, STD
     from hvdtrain.config import TrainConfig
@@ -129,7 +130,6 @@ def _predict(options: argparse.Namespace) -> None:
     from hvdtrain.planner import choose
     from hvdtrain.planner.candidate import play
     from hvdtrain.planner.coding import measure_coding
-    from hvdtrain.planner.subject import subject_of
 
     job = world.start(threads=1)
     torch.set_num_threads(1)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hvdtrain.api import plan_check as plan_check
     from hvdtrain.api import train as train
-    from hvdtrain.checkpoint.export import export as export
     from hvdtrain.config import TrainConfig as TrainConfig
     from hvdtrain.data import pack as pack
     from hvdtrain.models.component import Component as Component
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from hvdtrain.training.callbacks import Callback as Callback
     from hvdtrain.training.summary import TrainResult as TrainResult
     from hvdtrain.use.evaluate import evaluate as evaluate
+    from hvdtrain.use.export import export as export
     from hvdtrain.use.predict import predict as predict
     from hvdtrain.use.trained import load_classifier as load
 
@@ -33,7 +33,7 @@ _PLACES = {
     "TrainResult": "hvdtrain.training.summary:TrainResult",
     "cut": "hvdtrain.models.cutting:cut",
     "evaluate": "hvdtrain.use.evaluate:evaluate",
-    "export": "hvdtrain.checkpoint.export:export",
+    "export": "hvdtrain.use.export:export",
     "load": "hvdtrain.use.trained:load_classifier",
     "notebook_launch": "hvdtrain.notebook:notebook_launch",
     "pack": "hvdtrain.data:pack",

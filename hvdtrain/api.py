@@ -65,7 +65,7 @@ def plan_check(config: "PlanConfig") -> "Parity":
     Raises:
         UsageError: for any mistake of the user.
     """
-    from hvdtrain.planner import show
+    from hvdtrain.check import show
 
     world.keep_horovod()
     return show.check(config)

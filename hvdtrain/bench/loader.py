@@ -15,7 +15,7 @@ from hvdtrain.data.index import read_index
 from hvdtrain.data.loader import Loader
 from hvdtrain.data.shardfile import Batch
 from hvdtrain.data.shards import Samples, open_split
-from hvdtrain.training.feed import Augmentation, augmentation
+from hvdtrain.engine.feed import Augmentation, augmentation
 
 WARM_UP = 3  # batches
 

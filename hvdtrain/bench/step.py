@@ -21,9 +21,12 @@ from hvdtrain.backends.pytorch.session import TorchSession
 from hvdtrain.backends.pytorch.setup import model_components, open_session
 from hvdtrain.bench.operations import mean_over_ranks, operation_seconds
 from hvdtrain.bench.options import StepConfig
+from hvdtrain.check.verify import CHECKS
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.device import Mark, is_gpu, mark, now, synchronize
+from hvdtrain.engine.control import Control, Flags, Outcome, Vitals
+from hvdtrain.engine.feed import Feed, requests, training_feeder
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.costs import component_costs
@@ -33,8 +36,6 @@ from hvdtrain.parallel.step import Step, read_later
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.marks import StepMarks, StepSeconds
 from hvdtrain.planner.chain import Chain, Link, without_gathering
-from hvdtrain.training.control import Control, Flags, Outcome, Vitals
-from hvdtrain.training.feed import Feed, requests, training_feeder
 
 WARM_UP, PROFILED = 3, 3  # steps before the timed ones, and after them
 LISTED = 5  # operations in the text
@@ -146,7 +147,7 @@ def bench_step(config: StepConfig, data: str) -> StepReport:
     """
     job = world.start(config.allreduce, config.threads)
     training = config.training(data)
-    session = open_session(training, job)
+    session = open_session(training, job, CHECKS)
     if training.batch_size > len(session.train_rows):
         raise UsageError(
             f"--batch-size {training.batch_size} is more than the {len(session.train_rows)} "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.backends.pytorch.optimizers import DECAY, SCALE, set_learning_rate
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.feed import step_seed
 from hvdtrain.models.component import Component, component_seed, isolated
 from hvdtrain.options import decay
 from hvdtrain.parallel.dropout import Draws, follow_samples
@@ -18,7 +19,6 @@ from hvdtrain.parallel.memoryformat import to_channels_last
 from hvdtrain.parallel.reference import Reference, Rules, difference, largest_errors
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images, StageModel
 from hvdtrain.plan.plan import Plan
-from hvdtrain.training.feed import step_seed
 
 # DESIGN's bounds. Kernels get the same rows on both sides, so that bf16 values are rounded alike.
 # Replicas with synchronised batch norm get other rows, and their sums are split differently.

@@ -20,6 +20,7 @@ from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
 from hvdtrain.check.mixing import SAMPLES, find_mixing
 from hvdtrain.check.parity import Batch, Done, Parity, SerialRun, loss_scale
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.feed import step_seed, take_rows
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.checksums import digest
@@ -29,7 +30,6 @@ from hvdtrain.parallel.step import Step
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import program_of
-from hvdtrain.training.feed import step_seed, take_rows
 from hvdtrain.world import World
 
 MEAN, STD = [0.5] * 3, [0.25] * 3

@@ -1,73 +1,59 @@
 """`train --verify`: compares the first steps under the plan with serial ones, before a run."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from hvdtrain.backends.pytorch.remarks import Trial
+from hvdtrain.backends.pytorch.setup import Checks
 from hvdtrain.check.parity import Batch, Parity
 from hvdtrain.check.plan import compare
-from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
-from hvdtrain.data.index import Index
-from hvdtrain.data.order import Range, Rows
-from hvdtrain.data.shards import Samples
+from hvdtrain.data.order import Range
+from hvdtrain.engine.feed import Feeder, augmentation, take_rows
+from hvdtrain.engine.progress import learning_rate
 from hvdtrain.errors import CheckFailed
-from hvdtrain.models.component import Component
 from hvdtrain.parallel.stage import Images
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.training.feed import Feeder, Normalisation, augmentation, take_rows
-from hvdtrain.training.progress import learning_rate
-from hvdtrain.world import World
 
 
-@dataclass(frozen=True)
-class Trial:
-    """The model, data and settings that a run will train with."""
+def parity(trial: Trial, plan: Plan) -> Parity:
+    """Compare the first step, the last one of the first epoch, and the second. Collective.
 
-    config: TrainConfig
-    components: Sequence[Component]
-    index: Index
-    splits: Mapping[str, Samples]
-    rows: Rows
-    normalisation: Normalisation
-    images: Images
-    world: World
+    With batch norm over all replicas the steps run in fp64: sums over replicas round differently
+    from sums in one process, and batch norm amplifies the difference.
+    """
+    config, images = trial.config, trial.images
+    if config.batch_norm == "sync" and config.precision != "fp64":
+        config = replace(config, precision="fp64")
+        images = Images(*trial.normalisation, images.device, config.precision)
+    length, size = len(trial.rows), config.batch_size
+    total = config.total_samples(length)
+    slices = [bounds for bounds in order.step_slices(length, size) if bounds[0] < total]
+    compared = dict.fromkeys([slices[0], slices[-1], *slices[1:2]])
+    batches = [_batch(trial, plan, bounds) for bounds in compared]
+    return compare(config, trial.components, plan, batches, images, trial.world)
 
-    def parity(self, plan: Plan) -> Parity:
-        """Compare the first step, the last one of the first epoch, and the second. Collective.
 
-        With batch norm over all replicas the steps run in fp64: sums over replicas round
-        differently from sums in one process, and batch norm amplifies the difference.
-        """
-        config, images = self.config, self.images
-        if config.batch_norm == "sync" and config.precision != "fp64":
-            config = replace(config, precision="fp64")
-            images = Images(*self.normalisation, images.device, config.precision)
-        batches = [self._batch(plan, bounds) for bounds in self._slices()]
-        return compare(config, self.components, plan, batches, images, self.world)
+def _batch(trial: Trial, plan: Plan, bounds: Range) -> Batch:
+    config, (start, stop) = trial.config, bounds
+    rows = order.training_order(trial.index, trial.rows, config.seed, 0)[start:stop]
+    feeder = Feeder(trial.splits["train"], augmentation(config, trial.normalisation[0], 0))
+    parts = cut(plan, len(rows)).parts
+    first, last = (parts[k].get(trial.world.rank, ()) for k in (0, plan.last))
+    local = feeder.gather((take_rows(rows, first), take_rows(rows, last)))
+    whole = feeder.gather((rows, rows)) if trial.world.rank == 0 else None
+    return Batch(
+        size=len(rows),
+        position=start,
+        local=(local.pixels, local.labels),
+        whole=(whole.pixels, whole.labels) if whole else None,
+        rate=learning_rate(config, len(trial.rows), start),
+    )
 
-    def _slices(self) -> list[Range]:
-        """Return the slices of the first epoch to compare: first, last and second step."""
-        length, size = len(self.rows), self.config.batch_size
-        total = self.config.total_samples(length)
-        slices = [bounds for bounds in order.step_slices(length, size) if bounds[0] < total]
-        return list(dict.fromkeys([slices[0], slices[-1], *slices[1:2]]))
 
-    def _batch(self, plan: Plan, bounds: Range) -> Batch:
-        config, (start, stop) = self.config, bounds
-        rows = order.training_order(self.index, self.rows, config.seed, 0)[start:stop]
-        feeder = Feeder(self.splits["train"], augmentation(config, self.normalisation[0], 0))
-        parts = cut(plan, len(rows)).parts
-        first, last = (parts[k].get(self.world.rank, ()) for k in (0, plan.last))
-        local = feeder.gather((take_rows(rows, first), take_rows(rows, last)))
-        whole = feeder.gather((rows, rows)) if self.world.rank == 0 else None
-        return Batch(
-            size=len(rows),
-            position=start,
-            local=(local.pixels, local.labels),
-            whole=(whole.pixels, whole.labels) if whole else None,
-            rate=learning_rate(config, len(self.rows), start),
-        )
+def fault(trial: Trial, plan: Plan) -> str:
+    """Return how the results of a plan differ from those of one rank, or "". Collective."""
+    return parity(trial, plan).fault
 
 
 def verify(trial: Trial, plan: Plan) -> str:
@@ -79,18 +65,21 @@ def verify(trial: Trial, plan: Plan) -> str:
     Raises:
         CheckFailed: on rank 0, naming the tensor with the largest error.
     """
-    parity = trial.parity(plan)
-    if trial.world.rank == 0 and parity.mixing:
-        raise CheckFailed(f"--verify: {parity.fault}")
-    if trial.world.rank == 0 and parity.fault:
+    compared = parity(trial, plan)
+    if trial.world.rank == 0 and compared.mixing:
+        raise CheckFailed(f"--verify: {compared.fault}")
+    if trial.world.rank == 0 and compared.fault:
         raise CheckFailed(
-            f"--verify: {parity.fault}, between the plan and one rank: use another --plan or "
+            f"--verify: {compared.fault}, between the plan and one rank: use another --plan or "
             "--schedule, or drop --verify if the model draws random numbers other than those of "
             "nn.Dropout, because it cannot check such a model"
         )
     trial.world.barrier()
     verified = (
-        f"verified: {parity.steps} step(s) under the plan match those of one rank; the largest "
-        f"error is {parity.largest:.1e}"
+        f"verified: {compared.steps} step(s) under the plan match those of one rank; the largest "
+        f"error is {compared.largest:.1e}"
     )
-    return "; ".join(filter(None, (verified, parity.not_proved)))
+    return "; ".join(filter(None, (verified, compared.not_proved)))
+
+
+CHECKS = Checks(verify, fault)

@@ -12,7 +12,7 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,9 @@ from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.format import MANIFEST, Entry, Manifest, part_name, read_manifest
 from hvdtrain.checkpoint.tensorfile import verify
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.folder import RunFolder
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
-from hvdtrain.training.console import Console
-from hvdtrain.training.metrics import RunFolder
 from hvdtrain.world import World
 
 SECONDS_TO_SHOW = 60.0  # until a network file system shows what another rank has committed
@@ -111,12 +110,15 @@ def refuse_to_start_over(config: TrainConfig, folder: RunFolder, world: World) -
 
 
 def open_replication(
-    config: TrainConfig, folder: RunFolder, world: World, console: Console
+    config: TrainConfig, folder: RunFolder, world: World, say: Callable[[str], None]
 ) -> Replication | None:
     """Return the replication that `--replicate` requests, and make its folder. Collective.
 
+    Args:
+        say: prints a line.
+
     Raises:
-        UsageError: if the folder cannot be made, or another user could change the
+        UsageError: if the folder cannot be made, or another user could change it.
     """
     if not config.replicate:
         return None
@@ -130,7 +132,7 @@ def open_replication(
     hosts = world.gather(socket.gethostname())
     owners = owners_of(hosts)
     if any(hosts[rank] == hosts[owner] for rank, owner in enumerate(owners)):
-        console.say("note: --replicate keeps some copies on the same host as the original")
+        say("note: --replicate keeps some copies on the same host as the original")
     return Replication(world, folder, home, owners[world.rank])
 
 

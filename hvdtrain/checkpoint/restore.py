@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hvdtrain import configfile
 from hvdtrain.checkpoint import replication, store
 from hvdtrain.checkpoint.format import (
     PAUSES,
@@ -23,13 +24,11 @@ from hvdtrain.checkpoint.format import (
 )
 from hvdtrain.checkpoint.store import MODEL, SYNC
 from hvdtrain.checkpoint.tensorfile import read_verified
+from hvdtrain.engine.folder import RunFolder
+from hvdtrain.engine.progress import Progress
+from hvdtrain.engine.session import Session, Shape
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.health.failure import START_FACTOR
-from hvdtrain.options import configfile
-from hvdtrain.training.console import Console
-from hvdtrain.training.metrics import RunFolder
-from hvdtrain.training.progress import Progress
-from hvdtrain.training.session import Session, Shape
+from hvdtrain.host.activity import START_FACTOR
 from hvdtrain.transfer import broadcast_memory
 from hvdtrain.world import World
 
@@ -62,7 +61,7 @@ class _Verified:
         return {name: shape for forms in self.parts for name, (shape, _) in forms.items()}
 
 
-def restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any] | None:
+def restore(session: Session, run: RunFolder, say: Callable[[str], None]) -> dict[str, Any] | None:
     """Load the newest checkpoint that verifies into model and optimizer; return its progress.
 
     Collective. Returns None if the folder holds no checkpoint. Damaged checkpoints are renamed.
@@ -73,10 +72,12 @@ def restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any
         DataError: if no checkpoint verifies, or the newest one cannot be read.
     """
     with session.activity.doing("reading a checkpoint", START_FACTOR):
-        return _restore(session, run, console)
+        return _restore(session, run, say)
 
 
-def _restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any] | None:
+def _restore(
+    session: Session, run: RunFolder, say: Callable[[str], None]
+) -> dict[str, Any] | None:
     world, folder = session.world, run.checkpoints.resolve()
     directory = session.config.replicate
     home = replication.home_of(directory, run.path, world.rank) if directory else None
@@ -86,7 +87,7 @@ def _restore(session: Session, run: RunFolder, console: Console) -> dict[str, An
         if isinstance(fault, DataError) and home is not None:
             outcome = _repair(path, home, session)
             if isinstance(outcome, _Verified):
-                console.say(f"repaired {path.name} from the copies of --replicate: {fault}")
+                say(f"repaired {path.name} from the copies of --replicate: {fault}")
         if isinstance(outcome, Unreadable):
             raise DataError(
                 f"{outcome}, {len(PAUSES) + 1} times in a row; nothing was changed: check the "
@@ -97,7 +98,7 @@ def _restore(session: Session, run: RunFolder, console: Console) -> dict[str, An
             continue
         _put(session, outcome)
         for other, why in faulty:
-            console.say(f"skipped checkpoint {_set_aside(other, why, world)}: {why}")
+            say(f"skipped checkpoint {_set_aside(other, why, world)}: {why}")
         return outcome.progress
     if faulty:
         raise DataError(f"{folder} holds no checkpoint that verifies: {faulty[0][1]}")

@@ -12,8 +12,7 @@ import numpy as np
 
 from hvdtrain.checkpoint import store
 from hvdtrain.errors import DataError
-from hvdtrain.health.failure import SAVE_FACTOR
-from hvdtrain.host.activity import Activity
+from hvdtrain.host.activity import SAVE_FACTOR, Activity
 
 # The kernel's nice value: the writing thread yields to threads that compute.
 NICE = 10

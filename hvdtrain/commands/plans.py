@@ -13,7 +13,7 @@ from hvdtrain.planner.options import PlanConfig
 def plan_show(arguments: Sequence[str], **values: Any) -> int:
     """Print the stages, memory and timeline of a plan for a model."""
     in_one_process("plan show")
-    from hvdtrain.planner import show
+    from hvdtrain.check import show
 
     config = PlanConfig(**values)
     description = show.show(config)
@@ -28,7 +28,7 @@ def plan_show(arguments: Sequence[str], **values: Any) -> int:
 def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
     """Simulate a plan for a model with times measured on this machine."""
     in_one_process("plan simulate")
-    from hvdtrain.planner import show
+    from hvdtrain.check import show
     from hvdtrain.planner.sweep import Sweep
 
     config = PlanConfig(**values)
@@ -48,7 +48,7 @@ def plan_check(arguments: Sequence[str], **values: Any) -> int:
     if started.size == 1 and config.ranks > 1:
         models.check_name(config.model)
         return launch.run(config.ranks, arguments)
-    from hvdtrain.planner import show
+    from hvdtrain.check import show
 
     parity = show.check(config)
     if started.rank == 0:

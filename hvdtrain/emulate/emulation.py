@@ -13,6 +13,7 @@ from hvdtrain.emulate.clock import Clock
 from hvdtrain.emulate.components import SCALE, Work, emulated
 from hvdtrain.emulate.device import Hardware
 from hvdtrain.emulate.links import DelayedCollectives, DelayedExchange
+from hvdtrain.engine.session import Device
 from hvdtrain.errors import UsageError
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component
@@ -27,7 +28,6 @@ from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.memory import OPTIMIZER_COPIES
 from hvdtrain.planner.solve import lower_bound
 from hvdtrain.sync.collectives import Collectives
-from hvdtrain.training.session import Device
 from hvdtrain.world import World
 
 REMARK = (

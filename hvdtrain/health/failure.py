@@ -29,7 +29,7 @@ from hvdtrain.errors import (
     on_one_line,
 )
 from hvdtrain.host import alert
-from hvdtrain.host.activity import stuck
+from hvdtrain.host.activity import START_FACTOR, stuck
 from hvdtrain.host.launchers import Launch, detect, torchrun
 from hvdtrain.world import activity_path, current, import_mpi
 
@@ -44,9 +44,6 @@ OUT_OF_MEMORY = (
     "out of memory",
     "oom when allocating",
 )
-# Loading libraries, and reading and writing checkpoints, takes longer on disks that are shared.
-START_FACTOR, SAVE_FACTOR = 5.0, 5.0
-OTHERS_SAVE_FACTOR = 6.0  # for ranks that wait: the slow rank reaches its limit first
 
 # Errors of the operating system that only the user can fix.
 CURES = {

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.engine.control import Vitals
 from hvdtrain.plan.plan import Plan
-from hvdtrain.training.control import Vitals
 
 FACTOR = 1.5  # a straggler takes more than this times the expected seconds
 SMALLEST_SECONDS = 1e-3  # per step; smaller differences come from other work on the machine

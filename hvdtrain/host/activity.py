@@ -30,6 +30,9 @@ AFTER_THE_RANKS_SECONDS = 6.0
 AFTER_OTHERS_SECONDS = AFTER_THE_RANKS_SECONDS + 2.0
 ENDING_SECONDS = 20.0  # time that a watchdog may take to report the hang and to end the job
 WATCH_SECONDS = 0.5  # time between two checks from outside
+# Loading libraries, and reading and writing checkpoints, takes longer on disks that are shared.
+START_FACTOR, SAVE_FACTOR = 5.0, 5.0
+OTHERS_SAVE_FACTOR = 6.0  # for ranks that wait: the slow rank reaches its limit first
 SUSPENDED_TICKS = 3.0  # after a longer gap between two checks, the checker itself was suspended
 
 

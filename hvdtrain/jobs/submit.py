@@ -15,6 +15,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import FrameType
 
+from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, Interrupted, UsageError
 from hvdtrain.host import files
@@ -24,7 +25,6 @@ from hvdtrain.jobs.estimate import estimate
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
 from hvdtrain.jobs.slurm import ENDING_SIGNALS, NotKnown, Request, dry_run, submit_request
-from hvdtrain.options import configfile
 from hvdtrain.options.emulateoptions import EmulateOptions
 from hvdtrain.options.syncoptions import SyncOptions
 from hvdtrain.training.metrics import holds_run

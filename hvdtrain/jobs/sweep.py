@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.configfile import MAY_CHANGE_IN_STUDY
 from hvdtrain.errors import UsageError
 from hvdtrain.host import harmless
 from hvdtrain.host.files import plain_name
@@ -27,7 +28,6 @@ from hvdtrain.jobs.submit import (
     submission_lock,
     submit_and_record,
 )
-from hvdtrain.options.configfile import MAY_CHANGE_IN_STUDY
 from hvdtrain.options.fields import about
 from hvdtrain.options.nearest import unknown_key
 from hvdtrain.options.parser import Parser, add_dataclass, select_fields

@@ -14,8 +14,8 @@ from hvdtrain import world
 from hvdtrain.data import order
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.shards import Samples, open_split
+from hvdtrain.engine.feed import Normalisation, normalisation
 from hvdtrain.errors import UsageError
-from hvdtrain.training.feed import Normalisation, normalisation
 
 Rows = order.Rows
 WeightedBatch = tuple[np.ndarray, np.ndarray, np.ndarray]  # images, labels, weights

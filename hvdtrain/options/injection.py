@@ -27,7 +27,7 @@ class Fault:
     """One fault.
 
     Attributes:
-        kind: one of `KINDS`; `hvdtrain.health.inject` says what each does.
+        kind: one of `KINDS`; `hvdtrain.training.inject` says what each does.
         step, rank: when and where it happens; `step` is the first of `steps`. A `rank` of None is
             the first rank that holds `component` when the fault is due.
         seed: seed for the random choices of the fault.

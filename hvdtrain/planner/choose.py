@@ -12,15 +12,8 @@ from pathlib import Path
 
 from torch import nn
 
-from hvdtrain.backends.pytorch.parts import (
-    build_model,
-    reason_against_split_backward,
-    stage_optimizer,
-)
 from hvdtrain.config import TrainConfig
 from hvdtrain.device import check_horovod_on, free_bytes, give_back, held_bytes
-from hvdtrain.emulate.probes import tools_of
-from hvdtrain.emulate.world import exchange_of
 from hvdtrain.host.files import check_target
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.planrequest import Chosen
@@ -28,6 +21,7 @@ from hvdtrain.options.syncrequest import AUTO_SYNC
 from hvdtrain.parallel.stage import AUTOCAST
 from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import Plan, replicated
+from hvdtrain.plan.recompute import reason_against_split_backward
 from hvdtrain.planner import clusters, profilefile
 from hvdtrain.planner.agreement import EXACT, NONE, agreement_of, rank_bytes, typical_coding
 from hvdtrain.planner.approximate import NOTHING_TO_SETTLE, Settled, settle, size
@@ -260,13 +254,13 @@ def measure(subject: Subject, world: World) -> Known:
     if world.communicator is None:
         profile = Profile((local_times(subject, world),))
         return Known(costs, profile, MeasuredNetwork((socket.gethostname(),)), recomputed)
-    exchange = exchange_of(world, subject.images.device, scale=1.0)
+    exchange = subject.parts.exchange(world)
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
     handed = max(cost.output_bytes for cost in costs) * subject.config.batch_size
     config, message = subject.config, partial(message_to_self, exchange)
     # All of it while Horovod runs, whose thread takes part of a core, and memory.
     with _sum_of_training(subject, world) as start:
-        tools = tools_of(start, world, subject.images.device)
+        tools = subject.parts.tools(start, world)
         network = measure_network(world, tools, exchange, parameter_bytes, handed)
         disturb = None
         uses_horovod = reduction_library(config.reduce_with, world) == "horovod"
@@ -311,13 +305,10 @@ def local_times(
         disturb: starts all-reduces, to measure how much they slow the components down.
     """
     config, images = subject.config, subject.images
-    by_name = {part.name: part for part in subject.components}
 
     def build(name: str) -> Link:
-        # Measured without recomputation: in a plan its forward counts twice.
-        model = build_model([by_name[name]], config, images.device)
-        parameters = list(model.parameters().values())
-        return Link(model, parameters, stage_optimizer(config, model))
+        model = subject.parts.model(name)
+        return Link(model, list(model.parameters().values()), subject.parts.optimizer(model))
 
     room = min(world.gather(_spare_bytes(subject, world)))  # all ranks measure the same
     sizes = _fitting_sizes(subject, room, world.size)
@@ -340,7 +331,7 @@ def local_times(
         return times
 
     def parameters_of(name: str) -> Mapping[str, nn.Parameter]:
-        return build_model([by_name[name]], config, images.device).parameters()
+        return subject.parts.model(name).parameters()
 
     coding = measure_coding(
         parameters_of, subject.names, subject.methods, replicas or world.size, world

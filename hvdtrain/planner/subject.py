@@ -3,17 +3,41 @@
 import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from hvdtrain.backends.pytorch.parts import recomputed_components
+import torch
+
 from hvdtrain.config import TrainConfig
-from hvdtrain.models.component import Component
-from hvdtrain.models.costs import ComponentCost, component_costs
+from hvdtrain.models.costs import ComponentCost
 from hvdtrain.options.syncrequest import AUTO_SYNC, CHOICES
-from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images
+from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.stage import Images, StageModel
+from hvdtrain.plan.recompute import recomputed_components
 from hvdtrain.planner.agreement import NONE
+from hvdtrain.planner.probe import Start, Tools
 from hvdtrain.planner.profilefile import model_words, precision_words
 from hvdtrain.sync.engine import reduction_library
 from hvdtrain.world import World
+
+
+class Parts(Protocol):
+    """Builds the components of a framework for the planner's measurements."""
+
+    def model(self, name: str) -> StageModel:
+        """Return a component's model, in the order and dtype of training."""
+
+    def optimizer(self, model: StageModel) -> torch.optim.Optimizer | None:
+        """Return the optimizer of a model; None if it has no parameters."""
+
+    def exchange(self, world: World) -> Exchange:
+        """Return the transfers between ranks, at the sizes that are sent. Collective."""
+
+    def tools(self, start: Start, world: World) -> Tools:
+        """Return the operations whose times are measured.
+
+        Args:
+            start: starts the all-reduces of training.
+        """
 
 
 @dataclass(frozen=True)
@@ -21,12 +45,13 @@ class Subject:
     """The model that is measured, with the settings of a run.
 
     Attributes:
+        parts: builds the components.
         costs: costs of the components, in their order.
         image_size: height and width in pixels.
     """
 
     config: TrainConfig
-    components: Sequence[Component]
+    parts: Parts
     costs: Sequence[ComponentCost]
     image_size: int
     images: Images
@@ -63,19 +88,3 @@ class Subject:
             f"{precision_words(config)}, all-reduce {reduction}{coded}, "
             f"{self.images.device.type}, ranks on hosts {places} x {world.threads} threads"
         )
-
-
-def subject_of(
-    config: TrainConfig,
-    components: Sequence[Component],
-    image_size: int,
-    classes: int,
-    images: Images,
-) -> Subject:
-    """Return the subject that a run measures."""
-    dtype = DTYPES[config.precision]
-    autocast = images.device.type if config.precision in AUTOCAST else None
-    costs = component_costs(
-        components, image_size, classes=classes, dtype=dtype, autocast=autocast
-    )
-    return Subject(config, components, costs, image_size, images)

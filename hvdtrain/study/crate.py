@@ -14,10 +14,9 @@ from urllib.parse import quote
 
 import yaml
 
-from hvdtrain import __version__
+from hvdtrain import __version__, configfile
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, records
-from hvdtrain.options import configfile
 from hvdtrain.training import runrecords
 from hvdtrain.training.runrecords import METRICS, SUMMARY
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.energy import SLURM
 from hvdtrain.host.load import Disturbance
-from hvdtrain.options import configfile
 from hvdtrain.options.fields import Rule
 from hvdtrain.options.planrequest import ADAPTIVE, Chosen, Mirrored, PlanFile, parse_plan_request
 from hvdtrain.options.syncoptions import SyncOptions

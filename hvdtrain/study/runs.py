@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdtrain import launch
+from hvdtrain import configfile, launch
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import (
     CheckFailed,
@@ -18,7 +18,6 @@ from hvdtrain.errors import (
     UsageError,
 )
 from hvdtrain.host import files
-from hvdtrain.options import configfile
 
 # The exit code of a run that stopped selects the error.
 KINDS: dict[int, type[HvdtrainError]] = {

@@ -16,12 +16,12 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.data.order import Range, Rows
 from hvdtrain.data.shardfile import Batch as Stored
 from hvdtrain.data.shards import Samples, open_split
+from hvdtrain.engine.feed import cache_bytes, normalisation
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.stage import Images
 from hvdtrain.torch import state as states
 from hvdtrain.torch.reading import Reading, shared
 from hvdtrain.torch.state import State
-from hvdtrain.training.feed import cache_bytes, normalisation
 from hvdtrain.world import World
 
 ALONE = World("none", 0, 1, 0, 1, 1)

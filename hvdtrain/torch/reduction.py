@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hvdtrain.engine.control import stop_code
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.extrastate import COMPILED
 from hvdtrain.options.syncrequest import NO_COMPRESSION, CompressRequest
@@ -22,7 +23,6 @@ from hvdtrain.sync.states import States
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.alike import raise_difference
 from hvdtrain.torch.state import State
-from hvdtrain.training.control import stop_code
 
 COMPARE_EVERY = 100  # backwards between comparisons of the ranks' weights
 Key = tuple[nn.Module, str]

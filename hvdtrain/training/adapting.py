@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from hvdtrain.backends.pytorch.batches import batch_sizes
+from hvdtrain.engine.control import Agreed
+from hvdtrain.engine.session import Migration, Session, StepTimes
 from hvdtrain.errors import HvdtrainError, UsageError, one_line
 from hvdtrain.health.stragglers import own_seconds
 from hvdtrain.plan.plan import Plan, is_same_layout
@@ -27,8 +29,6 @@ from hvdtrain.planner.adapt import (
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.solve import Solution, lower_bound, solve
-from hvdtrain.training.control import Agreed
-from hvdtrain.training.session import Migration, Session, StepTimes
 
 PROFILE_STEPS = 50  # the components are compared with their predictions every 50 steps
 SAME_LAYOUT_SECONDS = 0.2  # a migration that moves no component: the loader restarts

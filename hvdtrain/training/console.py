@@ -11,10 +11,11 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.folder import RunFolder
 from hvdtrain.host import alert, output
 from hvdtrain.plan.plan import Plan
 from hvdtrain.training.callbacks import Followers
-from hvdtrain.training.metrics import Records, RunFolder
+from hvdtrain.training.metrics import Records
 
 COLUMNS = {
     "epoch": "d",

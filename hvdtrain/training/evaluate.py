@@ -8,9 +8,9 @@ import numpy as np
 
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
-from hvdtrain.training.control import Flags, Outcome, Stopped, Vitals
-from hvdtrain.training.feed import Feed, Feeder, requests, watched
-from hvdtrain.training.progress import Stopwatch
+from hvdtrain.engine.control import Flags, Outcome, Stopped, Vitals
+from hvdtrain.engine.feed import Feed, Feeder, requests, watched
+from hvdtrain.engine.progress import Stopwatch
 from hvdtrain.training.run import Run
 
 MEASURED = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")

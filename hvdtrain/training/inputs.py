@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import get_args
 
 from hvdtrain.data.index import Index, Resize
+from hvdtrain.engine.feed import Normalisation
 from hvdtrain.errors import DataError
 from hvdtrain.host import files, records
-from hvdtrain.training.feed import Normalisation
 
 FILE = "inputs.json"
 LARGEST_SIZE = 2**16  # pixels

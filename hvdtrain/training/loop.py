@@ -12,25 +12,25 @@ from typing import Any
 
 from hvdtrain.checkpoint.replication import repair_records
 from hvdtrain.config import TrainConfig
+from hvdtrain.configfile import as_started
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
+from hvdtrain.engine.control import Agreed, Flags, Outcome, Stopped, Vitals, stop_code
+from hvdtrain.engine.feed import Feed, Request, requests, training_feeder, watched
+from hvdtrain.engine.progress import Stopwatch, learning_rate
+from hvdtrain.engine.session import Result, StepRecord
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.stop import StopRequest
-from hvdtrain.options.configfile import as_started
 from hvdtrain.training.callbacks import Callbacks
 from hvdtrain.training.console import Console
-from hvdtrain.training.control import Agreed, Flags, Outcome, Stopped, Vitals, stop_code
 from hvdtrain.training.evaluate import end_epoch, evaluate_end
-from hvdtrain.training.feed import Feed, Request, requests, training_feeder, watched
 from hvdtrain.training.memorylimit import agreed_excess, check_memory
 from hvdtrain.training.metrics import summary_of_finished
 from hvdtrain.training.opening import StartClock, begin, open_session
-from hvdtrain.training.progress import Stopwatch, learning_rate
 from hvdtrain.training.run import Run, open_run
-from hvdtrain.training.session import Result, StepRecord
 from hvdtrain.training.steplog import StepLog, check_replicas, compare_fingerprints
 from hvdtrain.training.summary import TrainResult, expectation_line, summarise
 from hvdtrain.world import start as start_world

@@ -9,7 +9,9 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.folder import RunFolder
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import records
 from hvdtrain.host.files import (
@@ -20,25 +22,11 @@ from hvdtrain.host.files import (
     write_text,
     write_whole,
 )
-from hvdtrain.options import configfile
 
 BUFFER_BYTES = 2**16
 LEDGER_HEADER = "epoch,step,rank,sample\n"
 # The launcher sets this variable: one line per earlier start, with the fault that ended it.
 AFTER_FAULTS = "HVDTRAIN_AFTER_FAULTS"
-
-
-class RunFolder:
-    """Paths of everything in a run folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = path / "config.yaml"
-        self.metrics = path / "metrics.jsonl"
-        self.summary = path / "summary.json"
-        self.checkpoints = path / "checkpoints"
-        self.tensorboard = path / "tensorboard"
-        self.heartbeats = path / "heartbeats"
 
 
 def holds_run(path: Path) -> bool:

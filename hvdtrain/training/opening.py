@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.configfile import public
+from hvdtrain.engine.session import Session
 from hvdtrain.errors import UsageError
 from hvdtrain.host import quiet
 from hvdtrain.host.ownership import LAUNCHED, process_start, since_boot
-from hvdtrain.options.configfile import public
 from hvdtrain.training.precheck import NO_TENSORFLOW
 from hvdtrain.training.run import Run
-from hvdtrain.training.session import Session
 from hvdtrain.training.summary import announce
 from hvdtrain.world import World
 
@@ -64,9 +64,10 @@ def open_session(config: TrainConfig, world: World, mark: Callable[[str], None])
         mark("model")
         return session
     from hvdtrain.backends.pytorch import setup
+    from hvdtrain.check.verify import CHECKS
 
     mark("framework")
-    return setup.open_session(config, world, mark)
+    return setup.open_session(config, world, CHECKS, mark)
 
 
 def begin(run: Run, clock: StartClock) -> None:

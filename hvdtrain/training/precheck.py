@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hvdtrain import data, models
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.dataset import as_modelled, index_for
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.options.planrequest import Chosen, check_one_rank
-from hvdtrain.training.dataset import as_modelled, index_for
 from hvdtrain.training.metrics import holds_run, no_run
 
 NO_TENSORFLOW = "TensorFlow is not installed: pip install tensorflow-cpu, or leave --framework out"

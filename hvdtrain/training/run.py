@@ -13,10 +13,13 @@ from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.replication import Replication, open_replication, refuse_to_start_over
 from hvdtrain.checkpoint.restore import restore
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.control import Agreed, Control
+from hvdtrain.engine.feed import READING
+from hvdtrain.engine.progress import LOSS_SCALE, Progress, Stopwatch
+from hvdtrain.engine.session import Session, StepRecord
 from hvdtrain.health import failure, starts
 from hvdtrain.health.failure import stalled
 from hvdtrain.health.heartbeat import Heartbeat, suspects
-from hvdtrain.health.inject import Injector, make_injector
 from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
 from hvdtrain.host import alert, load
 from hvdtrain.host.activity import Activity
@@ -29,11 +32,8 @@ from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.training import inputs, metrics
 from hvdtrain.training.callbacks import Callbacks, followers
 from hvdtrain.training.console import Console, Journal
-from hvdtrain.training.control import Agreed, Control
-from hvdtrain.training.feed import READING
-from hvdtrain.training.progress import LOSS_SCALE, Progress, Stopwatch
+from hvdtrain.training.inject import Injector, make_injector
 from hvdtrain.training.saving import Saving
-from hvdtrain.training.session import Session, StepRecord
 from hvdtrain.world import World, activity_path
 
 if TYPE_CHECKING:
@@ -251,14 +251,14 @@ def _start_or_resume(
     Args:
         config: the configuration, with `resume` as the claimed folder decides it.
     """
-    kept = restore(session, folder, console) if config.resume else None
+    kept = restore(session, folder, console.say) if config.resume else None
     scale = LOSS_SCALE if config.precision == "fp16" else 1.0
     progress = Progress.of(kept) if kept else Progress(session.index.hash, loss_scale=scale)
     if kept is None and config.weights is not None:
         console.say(session.state.start_from(Path(config.weights)))
     if kept is None:  # replicas that train apart have restored different weights
         session.state.agree()
-    replication = open_replication(config, folder, session.world, console)
+    replication = open_replication(config, folder, session.world, console.say)
     if session.world.rank != 0:
         return progress, replication, None
     records = metrics.Records(folder, config, kept or {})

@@ -8,21 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import configfile
 from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.replication import Replication
 from hvdtrain.checkpoint.saver import Saver
+from hvdtrain.engine.control import Agreed
+from hvdtrain.engine.folder import RunFolder
+from hvdtrain.engine.progress import Progress, Stopwatch
+from hvdtrain.engine.session import Session
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.health import failure
-from hvdtrain.health.failure import OTHERS_SAVE_FACTOR, SAVE_FACTOR, stalled
-from hvdtrain.host.activity import Activity
+from hvdtrain.health.failure import stalled
+from hvdtrain.host.activity import OTHERS_SAVE_FACTOR, SAVE_FACTOR, Activity
 from hvdtrain.host.ownership import Owner
-from hvdtrain.options import configfile
 from hvdtrain.options.checks import interval
 from hvdtrain.training.console import Journal
-from hvdtrain.training.control import Agreed
-from hvdtrain.training.metrics import Records, RunFolder
-from hvdtrain.training.progress import Progress, Stopwatch
-from hvdtrain.training.session import Session
+from hvdtrain.training.metrics import Records
 from hvdtrain.world import World
 
 MOST_FAILED = 3  # checkpoints in a row

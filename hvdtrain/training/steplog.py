@@ -5,11 +5,11 @@ import time
 
 import numpy as np
 
+from hvdtrain.engine.control import SECONDS, Agreed, Stopped, Vitals
+from hvdtrain.engine.progress import learning_rate
 from hvdtrain.errors import CheckFailed, UsageError
 from hvdtrain.health.stragglers import as_lists
-from hvdtrain.training.control import SECONDS, Agreed, Stopped, Vitals
 from hvdtrain.training.memorylimit import check_memory
-from hvdtrain.training.progress import learning_rate
 from hvdtrain.training.run import Run
 from hvdtrain.training.summary import weights_sha256
 

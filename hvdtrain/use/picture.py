@@ -1,12 +1,17 @@
 """The picture of a confusion matrix."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot
 
-from hvdtrain.study.plots import STYLE, WIDTH, save
+from hvdtrain.errors import DataError
+from hvdtrain.host import files
 
+WIDTH = 3.4  # inches, of a column of a paper
+STYLE: Any = {"font.size": 8, "savefig.dpi": 300, "savefig.bbox": "tight"}
 MOST_NAMED, MOST_NUMBERED = 50, 20  # classes
 DARK = 0.5  # share above which numbers are white
 LONGEST_NAME = 20  # characters
@@ -26,7 +31,7 @@ def draw_confusion(confusion: np.ndarray, class_names: tuple[str, ...], to: Path
     classes = len(class_names)
     shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
     side = max(WIDTH, min(classes, MOST_NAMED) * 0.32 + 1)
-    with pyplot.rc_context(STYLE | {"axes.grid": False}):
+    with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(side, side))
         axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         axes.set_xlabel("answer")
@@ -40,4 +45,9 @@ def draw_confusion(confusion: np.ndarray, class_names: tuple[str, ...], to: Path
                 colour = "white" if shares[row, column] > DARK else "black"
                 count = str(confusion[row, column])
                 axes.text(column, row, count, ha="center", va="center", color=colour, fontsize=6)
-        save(figure, to)
+        try:
+            files.write_whole(to, partial(figure.savefig, format="png"))
+        except OSError as error:
+            raise DataError(f"{to} cannot be written: {error.strerror}") from None
+        finally:
+            pyplot.close(figure)

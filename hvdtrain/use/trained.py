@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvdtrain import configfile, models
 from hvdtrain import device as devices
-from hvdtrain import models
 from hvdtrain.backends.pytorch.parts import build_model
 from hvdtrain.backends.pytorch.state import to_tensor
 from hvdtrain.checkpoint import store
@@ -20,12 +20,11 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import read_index
 from hvdtrain.data.views import views
+from hvdtrain.engine.feed import normalisation
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.models.component import Component, tensor_shapes
-from hvdtrain.options import configfile
 from hvdtrain.options.givenmodel import Model
 from hvdtrain.parallel.stage import AUTOCAST, Images, StageModel
-from hvdtrain.training.feed import normalisation
 from hvdtrain.training.inputs import Inputs, inputs_of, load
 from hvdtrain.use.trust import check
 from hvdtrain.world import World

@@ -13,9 +13,9 @@ from hvdtrain import transfer
 from hvdtrain.checkpoint import restore, store
 from hvdtrain.checkpoint.format import Entry
 from hvdtrain.checkpoint.tensorfile import read_verified
+from hvdtrain.engine.progress import Progress
+from hvdtrain.engine.session import Session
 from hvdtrain.host.activity import Activity
-from hvdtrain.training.progress import Progress
-from hvdtrain.training.session import Session
 from hvdtrain.world import World
 from tests.mpi.common import on_first
 

@@ -15,6 +15,7 @@ from hvdtrain.check.plan import local_batch, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import read_index
+from hvdtrain.engine.feed import normalisation
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Step
@@ -22,7 +23,6 @@ from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.plan.program import program
-from hvdtrain.training.feed import normalisation
 from hvdtrain.world import World
 from tests.mpi.common import (
     CLASSES,

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from hvdtrain import configfile
 from hvdtrain.bench.options import StepConfig
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.options import configfile
 from hvdtrain.planner.options import PlanConfig
 
 

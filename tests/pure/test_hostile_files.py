@@ -17,6 +17,7 @@ from hvdtrain.checkpoint import format as formats
 from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.format import Entry, Manifest, read_manifest
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.progress import Progress
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import records
 from hvdtrain.jobs import record, site, sweep, watch
@@ -25,7 +26,6 @@ from hvdtrain.plan import planfile
 from hvdtrain.planner import clusters
 from hvdtrain.study import finding, series
 from hvdtrain.training import inputs
-from hvdtrain.training.progress import Progress
 from tests import hostile
 from tests.pure.jobs.test_watch import RECORD
 from tests.pure.study.test_results import write_run

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from hvdtrain import device as devices
-from hvdtrain.backends.pytorch.parts import build_parts, probe_forms, recomputed_components
+from hvdtrain.backends.pytorch.parts import build_parts, probe_forms
 from hvdtrain.config import TrainConfig
 from hvdtrain.emulate.world import exchange_of
 from hvdtrain.errors import UsageError
@@ -30,6 +30,7 @@ from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, ComponentClock, Images, Part, StageModel
 from hvdtrain.parallel.step import UpdateRule
 from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.recompute import recomputed_components
 from hvdtrain.sync.states import bytes_of
 from hvdtrain.world import World, notes
 

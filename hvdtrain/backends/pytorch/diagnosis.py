@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hvdtrain.engine.session import StepRecord
 from hvdtrain.health.badstep import Sighting, as_words
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part, StageModel
@@ -14,7 +15,6 @@ from hvdtrain.parallel.step import Step, copied_buffers, restore_buffers
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import Program
 from hvdtrain.sync.gradients import all_finite
-from hvdtrain.training.session import StepRecord
 from hvdtrain.world import World
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hvdtrain.backends.pytorch.parts import recomputed_components
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Index
 from hvdtrain.emulate.emulation import emulation
@@ -13,6 +12,7 @@ from hvdtrain.models.costs import component_costs
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
 from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.recompute import recomputed_components
 from hvdtrain.world import World
 
 

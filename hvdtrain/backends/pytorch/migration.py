@@ -15,12 +15,12 @@ from hvdtrain.checkpoint.store import EXTRA
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shards import Index
 from hvdtrain.emulate.world import emulation_of
+from hvdtrain.engine.session import Migration, StepTimes
 from hvdtrain.models import extrastate
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part
 from hvdtrain.plan.plan import Plan, is_same_layout, moves
-from hvdtrain.training.session import Migration, StepTimes
 from hvdtrain.world import World
 
 MOVE_TAG = 1000  # and above

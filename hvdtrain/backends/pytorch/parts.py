@@ -1,7 +1,6 @@
 """Construction of one rank's stages of a plan: modules, gradients, optimizers, boundaries."""
 
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
@@ -16,7 +15,6 @@ from hvdtrain.emulate.components import sleep_in_updates
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.options import decay
-from hvdtrain.options.nearest import nearest
 from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.boundary import Form
@@ -24,6 +22,7 @@ from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.memoryformat import to_channels_last
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.recompute import recomputed_components
 from hvdtrain.sync.gradients import SerialGradients
 from hvdtrain.sync.local import Trained
 from hvdtrain.world import World
@@ -144,32 +143,6 @@ def check_compiler(device: torch.device) -> None:
             f"--compile does not work on this machine ({one_line(error)}): install a C++ compiler "
             "(on a GPU: Triton), or leave --compile out"
         ) from None
-
-
-def reason_against_split_backward(config: TrainConfig, names: Sequence[str]) -> str:
-    """Return the option that forbids a backward pass in halves; empty if none does."""
-    if config.compile:
-        return "--compile"
-    if recomputed_components(config.recompute, names):
-        return "--recompute"
-    return "--batch-norm sync" if config.batch_norm == "sync" else ""
-
-
-def recomputed_components(patterns: str | None, names: Sequence[str]) -> frozenset[str]:
-    """Return the components that `--recompute` names.
-
-    Raises:
-        UsageError: for a name or pattern that matches no component.
-    """
-    recomputed: set[str] = set()
-    for pattern in filter(None, (word.strip() for word in (patterns or "").split(","))):
-        matching = [name for name in names if pattern == "all" or fnmatchcase(name, pattern)]
-        if not matching:
-            raise UsageError(
-                f"--recompute {pattern} names no component of the model{nearest(pattern, names)}"
-            )
-        recomputed.update(matching)
-    return frozenset(recomputed)
 
 
 def probe_forms(

@@ -1,19 +1,24 @@
 """Lines to print before a run trains, which a user should know."""
 
 import time
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from hvdtrain import device as devices
 from hvdtrain.backends.pytorch.agreement import agreement_remarks
-from hvdtrain.check.verify import Trial
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import Index
+from hvdtrain.data.order import Rows
+from hvdtrain.data.shards import Samples
 from hvdtrain.emulate.world import emulation_of
+from hvdtrain.engine.feed import Normalisation
+from hvdtrain.models.component import Component
 from hvdtrain.options.deviceoptions import AUTO_PRECISION
 from hvdtrain.options.syncrequest import Server
-from hvdtrain.parallel.stage import AUTOCAST
+from hvdtrain.parallel.stage import AUTOCAST, Images
 from hvdtrain.plan.plan import Plan
 from hvdtrain.precision import bf16_speedups, comparison, speedup
 from hvdtrain.sync import engine
@@ -25,6 +30,20 @@ if TYPE_CHECKING:
 # PyTorch computes without oneDNN where a processor lacks AVX-512: bf16 is 20 to 60x slower.
 SLOW = 3.0  # ratio of the times of bf16 and fp32 from which on a line says so
 WIDTH = 96  # of the matrices, small enough for one thread: others may wait for a core
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The model, data and settings that a run will train with."""
+
+    config: TrainConfig
+    components: Sequence[Component]
+    index: Index
+    splits: Mapping[str, Samples]
+    rows: Rows
+    normalisation: Normalisation
+    images: Images
+    world: World
 
 
 def remarks_of(

@@ -9,9 +9,9 @@ from hvdtrain import device as devices
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.images import centre
 from hvdtrain.data.shards import Samples
+from hvdtrain.engine.feed import fill_of
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.resident import Resident
-from hvdtrain.training.feed import fill_of
 
 MOST_MEMORY = 0.1  # of the free memory of a GPU
 

@@ -23,6 +23,18 @@ from hvdtrain.data.order import Rows
 from hvdtrain.data.views import views
 from hvdtrain.device import Mark
 from hvdtrain.emulate.world import emulation_of
+from hvdtrain.engine.feed import Feed, step_seed, take_rows
+from hvdtrain.engine.progress import slow_share
+from hvdtrain.engine.session import (
+    Device,
+    Faults,
+    Result,
+    Session,
+    Spent,
+    StepRecord,
+    StepTimes,
+    Timeline,
+)
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.planrequest import ADAPTIVE
@@ -34,18 +46,6 @@ from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.marks import StepMarks
 from hvdtrain.plan.program import Program
-from hvdtrain.training.feed import Feed, step_seed, take_rows
-from hvdtrain.training.progress import slow_share
-from hvdtrain.training.session import (
-    Device,
-    Faults,
-    Result,
-    Session,
-    Spent,
-    StepRecord,
-    StepTimes,
-    Timeline,
-)
 
 
 def device_of(device: torch.device) -> Device:

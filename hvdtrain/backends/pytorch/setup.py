@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,12 +11,9 @@ from hvdtrain import models
 from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.migration import TorchMigration
-from hvdtrain.backends.pytorch.parts import (
-    check_compiler,
-    reason_against_split_backward,
-)
+from hvdtrain.backends.pytorch.parts import check_compiler
 from hvdtrain.backends.pytorch.ready import agree_on_values
-from hvdtrain.backends.pytorch.remarks import chosen_precision, remarks_of
+from hvdtrain.backends.pytorch.remarks import Trial, chosen_precision, remarks_of
 from hvdtrain.backends.pytorch.residence import resident_images
 from hvdtrain.backends.pytorch.session import (
     Times,
@@ -26,28 +24,16 @@ from hvdtrain.backends.pytorch.session import (
 )
 from hvdtrain.backends.pytorch.state import TorchState, check_savable
 from hvdtrain.backends.pytorch.whitening import whitened
-from hvdtrain.check.verify import Trial, verify
 from hvdtrain.config import TrainConfig
+from hvdtrain.configfile import with_choice
 from hvdtrain.data import order
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Samples
 from hvdtrain.device import choose_algorithms, choose_device, forget_peak
 from hvdtrain.emulate.world import emulation_of
-from hvdtrain.errors import UsageError
-from hvdtrain.host.files import check_target
-from hvdtrain.models.component import Component, parameter_count, tensor_shapes
-from hvdtrain.models.costs import component_costs
-from hvdtrain.models.shapes import Boundary
-from hvdtrain.options.configfile import with_choice
-from hvdtrain.options.planrequest import ADAPTIVE, AUTO
-from hvdtrain.options.syncrequest import AUTO_SYNC
-from hvdtrain.parallel.stage import Images
-from hvdtrain.plan import plan as plans
-from hvdtrain.plan import planfile
-from hvdtrain.plan.plan import Plan
-from hvdtrain.training.dataset import as_modelled, shared_index
-from hvdtrain.training.feed import (
+from hvdtrain.engine.dataset import as_modelled, shared_index
+from hvdtrain.engine.feed import (
     Normalisation,
     check_images,
     check_started,
@@ -55,6 +41,18 @@ from hvdtrain.training.feed import (
     open_splits,
     staged,
 )
+from hvdtrain.errors import UsageError
+from hvdtrain.host.files import check_target
+from hvdtrain.models.component import Component, parameter_count, tensor_shapes
+from hvdtrain.models.costs import component_costs
+from hvdtrain.models.shapes import Boundary
+from hvdtrain.options.planrequest import ADAPTIVE, AUTO
+from hvdtrain.options.syncrequest import AUTO_SYNC
+from hvdtrain.parallel.stage import Images
+from hvdtrain.plan import plan as plans
+from hvdtrain.plan import planfile
+from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.recompute import reason_against_split_backward
 from hvdtrain.world import World, allow_new_groups
 
 if TYPE_CHECKING:
@@ -65,8 +63,21 @@ def _ignore(phase: str) -> None:
     """Mark nothing."""
 
 
+@dataclass(frozen=True)
+class Checks:
+    """Comparisons of a plan with one rank, see `hvdtrain.check.verify`. Collective.
+
+    Attributes:
+        verify: returns the result in words, or raises CheckFailed.
+        fault: returns what differs, or an empty text.
+    """
+
+    verify: Callable[[Trial, Plan], str]
+    fault: Callable[[Trial, Plan], str]
+
+
 def open_session(
-    config: TrainConfig, world: World, mark: Callable[[str], None] = _ignore
+    config: TrainConfig, world: World, checks: Checks, mark: Callable[[str], None] = _ignore
 ) -> TorchSession:
     """Check everything that can be checked before the first step, then build it. Collective.
 
@@ -102,10 +113,10 @@ def open_session(
     splits = _opened(config, plan, index, images, normal[0], world)
     trial = Trial(config, components, index, splits, train_rows, normal, images, world)
     if chosen is not None and is_chosen:
-        chosen = _without_wrong_halves(trial, chosen)
+        chosen = _without_wrong_halves(trial, chosen, checks)
         plan = chosen.plan
     mark("data")
-    verified = verify(trial, plan) if config.verify else ""
+    verified = checks.verify(trial, plan) if config.verify else ""
     mark("verify")
     forget_peak(images.device)  # of the planner and the verification
     session = _built(trial, plan, chosen, held_rows, verified)
@@ -220,20 +231,21 @@ def _choose(
     Raises:
         UsageError: if no plan fits, or --plan adaptive is not possible.
     """
-    from hvdtrain.planner import choose, subject  # not needed for other plans
+    from hvdtrain.backends.pytorch.measured import subject_of  # not needed for other plans
+    from hvdtrain.planner import choose
 
     if config.plan_request == ADAPTIVE:
         allow_new_groups()
     size, classes = index.image_shape[0], index.classes
-    measured = subject.subject_of(config, components, size, classes, images)
-    chosen = choose.choose_plan(measured, world, plan)
+    subject = subject_of(config, components, size, classes, images)
+    chosen = choose.choose_plan(subject, world, plan)
     if world.rank == 0 and plan is None:
         boundaries = check_components(components, config, index)
         check_batches(config, chosen.plan, components, boundaries, epoch_length)
     return chosen
 
 
-def _without_wrong_halves(trial: Trial, chosen: "Choice") -> "Choice":
+def _without_wrong_halves(trial: Trial, chosen: "Choice", checks: Checks) -> "Choice":
     """Drop a split backward that was not requested, if its results are wrong. Collective.
 
     A run with --plan adaptive replans to a split backward only if it started with one.
@@ -245,7 +257,7 @@ def _without_wrong_halves(trial: Trial, chosen: "Choice") -> "Choice":
         return chosen
     if not plan.splits_backward:
         return choose.without_split_backward(chosen) if config.plan_request == ADAPTIVE else chosen
-    fault = trial.parity(plan).fault
+    fault = checks.fault(trial, plan)
     if not fault:
         return chosen
     return choose.without_split_backward(chosen, f"zb-h1 is not used, because {fault}: using 1f1b")

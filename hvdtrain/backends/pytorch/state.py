@@ -17,6 +17,7 @@ from hvdtrain.checkpoint.store import EXTRA, MODEL, OPTIMIZER, SYNC, owners
 from hvdtrain.checkpoint.tensorfile import DTYPES
 from hvdtrain.config import TrainConfig
 from hvdtrain.device import copy_out, new_host
+from hvdtrain.engine.session import Shape, State
 from hvdtrain.errors import UsageError
 from hvdtrain.models import extrastate, weights
 from hvdtrain.options.syncrequest import Server
@@ -24,7 +25,6 @@ from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.saved import Kept
-from hvdtrain.training.session import Shape, State
 from hvdtrain.world import World
 
 STATE_TAG = 1

@@ -13,10 +13,10 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import open_split
+from hvdtrain.engine.feed import Normalisation
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import IMAGE_CHANNELS, Component, build_for_shapes
 from hvdtrain.parallel.stage import Images
-from hvdtrain.training.feed import Normalisation
 from hvdtrain.world import World
 
 IMAGES = 5000  # whose patches are measured

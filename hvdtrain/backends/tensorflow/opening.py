@@ -12,6 +12,9 @@ from hvdtrain.backends.tensorflow.session import KerasFaults, KerasSession, Kera
 from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps, make_strategy
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
+from hvdtrain.engine.dataset import shared_index
+from hvdtrain.engine.feed import check_images, check_started, normalisation, open_splits, staged
+from hvdtrain.engine.session import Device
 from hvdtrain.errors import UsageError
 from hvdtrain.health.failure import patience, stalled
 from hvdtrain.host import quiet
@@ -25,9 +28,6 @@ from hvdtrain.keras.ranks import (
 )
 from hvdtrain.options.planrequest import Mirrored, check_one_rank
 from hvdtrain.plan.plan import replicated
-from hvdtrain.training.dataset import shared_index
-from hvdtrain.training.feed import check_images, check_started, normalisation, open_splits, staged
-from hvdtrain.training.session import Device
 from hvdtrain.world import World, notes
 
 

@@ -18,12 +18,8 @@ from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps
 from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, owners
 from hvdtrain.data import order
 from hvdtrain.data.order import Rows
-from hvdtrain.errors import UsageError
-from hvdtrain.health.badstep import Sighting, as_words
-from hvdtrain.keras import ranks as keras_ranks
-from hvdtrain.keras.optimizer import sums
-from hvdtrain.training.feed import Feed, step_seed
-from hvdtrain.training.session import (
+from hvdtrain.engine.feed import Feed, step_seed
+from hvdtrain.engine.session import (
     Faults,
     Result,
     Session,
@@ -32,6 +28,10 @@ from hvdtrain.training.session import (
     State,
     StepRecord,
 )
+from hvdtrain.errors import UsageError
+from hvdtrain.health.badstep import Sighting, as_words
+from hvdtrain.keras import ranks as keras_ranks
+from hvdtrain.keras.optimizer import sums
 from hvdtrain.world import World
 
 EVALUATION_IMAGES = 256  # per rank

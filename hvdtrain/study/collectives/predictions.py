@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from hvdtrain import configfile
+from hvdtrain.backends.pytorch import measured
 from hvdtrain.backends.pytorch.setup import model_components
 from hvdtrain.check.plan import MEAN, STD
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
-from hvdtrain.options import configfile
 from hvdtrain.parallel.stage import Images
 from hvdtrain.plan.passes import BUCKET_BYTES
 from hvdtrain.plan.plan import replicated
@@ -138,4 +139,4 @@ def subject_of(config: TrainConfig) -> subject.Subject:
     index = read_index(config.data)
     images = Images(MEAN, STD, torch.device("cpu"), config.precision)
     components = model_components(config, index)
-    return subject.subject_of(config, components, index.image_shape[0], index.classes, images)
+    return measured.subject_of(config, components, index.image_shape[0], index.classes, images)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.configfile import NEWER_OPTIONS, differences
 from hvdtrain.errors import UsageError
-from hvdtrain.options.configfile import NEWER_OPTIONS, differences
 from hvdtrain.options.planrequest import SINGLE, Mirrored, parse_plan_request
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.options import configfile
 from hvdtrain.options.syncrequest import AUTO_SYNC
 
 

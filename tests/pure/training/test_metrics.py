@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import pytest
 
+from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.options import configfile
 from hvdtrain.training import metrics
 
 

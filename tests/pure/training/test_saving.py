@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hvdtrain.checkpoint.format import Entry, Manifest, parse_manifest
 from hvdtrain.checkpoint.store import FILES, owners
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.progress import Progress
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.options import checks
-from hvdtrain.training.progress import Progress
 
 JSON = st.recursive(
     st.none()

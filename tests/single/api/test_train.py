@@ -16,8 +16,8 @@ from torch import nn
 import hvdtrain
 from hvdtrain import Callback, TrainConfig, TrainResult, cli, cut, train
 from hvdtrain.checkpoint import store
+from hvdtrain.configfile import load
 from hvdtrain.errors import UsageError
-from hvdtrain.options.configfile import load
 from tests.conftest import ROOT
 from tests.single.training.models import small
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hvdtrain import models
+from hvdtrain.backends.pytorch.measured import subject_of
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import synth
 from hvdtrain.device import held_bytes
@@ -26,7 +27,7 @@ from hvdtrain.planner import choose, profilefile
 from hvdtrain.planner.measure import measured_sizes
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.profile import Profile, RankTimes
-from hvdtrain.planner.subject import Subject, subject_of
+from hvdtrain.planner.subject import Subject
 from hvdtrain.world import World
 from tests import warm
 from tests.conftest import Program

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.engine.control import Control
+from hvdtrain.engine.feed import Feed, Feeder
 from hvdtrain.health.heartbeat import Heartbeat
-from hvdtrain.training.control import Control
-from hvdtrain.training.feed import Feed, Feeder
 
 BATCHES = 4  # read by a rank before it hangs in its loader
 STEPS = 3  # of a run with `--max-steps 3`

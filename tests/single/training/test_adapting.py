@@ -8,6 +8,7 @@ import pytest
 from hvdtrain.backends.pytorch import setup
 from hvdtrain.backends.pytorch.migration import TorchMigration
 from hvdtrain.backends.pytorch.session import TorchSession
+from hvdtrain.check.verify import CHECKS
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.costs import component_costs
 from hvdtrain.plan.plan import Plan, replicated
@@ -55,7 +56,7 @@ def test_a_plan_that_cannot_take_the_tail_is_not_taken(small_set: Path) -> None:
     """The last batch has 85 of 601 images: 43 micro-batches leave one sample in the last."""
     model = "tests.single.training.models:normed"
     config = TrainConfig(model=model, data=str(small_set), batch_size=86, plan="single").check()
-    session = setup.open_session(config, ALONE)
+    session = setup.open_session(config, ALONE, CHECKS)
     before = session.plan
     assert session.migration is not None
     adapter = Adapter(session, session.migration, None, 0.0)
@@ -83,7 +84,7 @@ def test_a_uniform_drift_changes_the_profile_and_not_the_plan(
 ) -> None:
     """The same measurements replan if they are not those of a uniform drift."""
     config = TrainConfig(model="cnn", data=str(small_set), batch_size=32, plan="single").check()
-    session = setup.open_session(config, ALONE)
+    session = setup.open_session(config, ALONE, CHECKS)
     assert isinstance(session.migration, TorchMigration)
     costs = component_costs(session.migration.components, 16, classes=5)
     names = [cost.name for cost in costs]

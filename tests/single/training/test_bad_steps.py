@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hvdtrain import data
-from hvdtrain.training.progress import LOSS_SCALE
+from hvdtrain.engine.progress import LOSS_SCALE
 from tests.conftest import Program
 from tests.single.training.jobs import events_of, samples_of, summary_of
 

@@ -10,9 +10,8 @@ import pytest
 from hvdtrain.checkpoint import replication
 from hvdtrain.checkpoint.store import load
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.folder import RunFolder
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.training.console import Console
-from hvdtrain.training.metrics import RunFolder
 from hvdtrain.world import World
 from tests.conftest import Program
 from tests.single.training.checkpoints import make, save
@@ -120,7 +119,7 @@ def test_copies_that_others_may_change_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"^--replicate: {home} can be changed by other users"):
         replication.repair_records(config, world)
     with pytest.raises(UsageError, match="can be changed by other users"):
-        replication.open_replication(config, RunFolder(run), world, Console(0, launched=False))
+        replication.open_replication(config, RunFolder(run), world, print)
     assert not run.exists()
     home.chmod(0o755)
     replication.repair_records(config, world)

@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.health.failure import SAVE_FACTOR, START_FACTOR
 from hvdtrain.host import activity
+from hvdtrain.host.activity import SAVE_FACTOR, START_FACTOR
 from hvdtrain.launch import mpirun
 from tests.conftest import Program
 from tests.single.training import hangs

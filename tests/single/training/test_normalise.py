@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.backends.pytorch import setup
+from hvdtrain.check.verify import CHECKS
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shards import open_split
 from hvdtrain.world import World
@@ -21,7 +22,7 @@ def test_the_mean_is_that_of_the_images_trained_on(
     config = TrainConfig(
         model="cnn", data=str(small_set), holdout=0.3, normalise=how, precision="fp64"
     ).check()
-    session = setup.open_session(config, ALONE)
+    session = setup.open_session(config, ALONE, CHECKS)
     with open_split(session.index, "train") as samples:
         seen = session.runtime.settings.images(samples.gather(session.train_rows).images).numpy()
     session.close()

@@ -16,10 +16,10 @@ from hvdtrain.backends.pytorch.optimizers import (
 from hvdtrain.backends.pytorch.parts import build_model, stage_optimizer
 from hvdtrain.backends.pytorch.state import restore_state, state_by_name, state_shapes
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.progress import learning_rate, slow_share
 from hvdtrain.errors import UsageError
 from hvdtrain.models import vit
 from hvdtrain.models.component import Component
-from hvdtrain.training.progress import learning_rate, slow_share
 
 
 def config(**values: Any) -> TrainConfig:

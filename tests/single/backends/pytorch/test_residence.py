@@ -11,12 +11,13 @@ from hvdtrain import data
 from hvdtrain.backends.pytorch import residence
 from hvdtrain.backends.pytorch.residence import resident_images
 from hvdtrain.backends.pytorch.setup import open_session
+from hvdtrain.check.verify import CHECKS
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
 from hvdtrain.data.shards import open_split
+from hvdtrain.engine.feed import training_feeder
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.stage import Images
-from hvdtrain.training.feed import training_feeder
 from hvdtrain.world import World
 
 CPU, MEAN = torch.device("cpu"), (0.3, 0.5, 0.7)
@@ -63,7 +64,7 @@ def test_feeds_of_the_device_are_those_of_the_host(
 @pytest.mark.parametrize(("resident", "expected"), [("always", True), ("auto", False)])
 def test_a_session_knows_whether_they_are(small_set: Path, resident: Any, expected: bool) -> None:
     config = TrainConfig(model="cnn", data=str(small_set), resident=resident).check()
-    session = open_session(config, ALONE)
+    session = open_session(config, ALONE, CHECKS)
     assert session.is_resident is expected
     session.close()
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.session import Spent
 from hvdtrain.errors import DataError
-from hvdtrain.training.session import Spent
 
 LARGEST = 10**18  # bound on all counts
 # Small gradients are 0 in fp16, so the loss is scaled up (Micikevicius et al., arXiv 1710.03740,

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from hvdtrain.training import progress
-from hvdtrain.training.progress import LOSS_SCALE, Progress
+from hvdtrain.engine import progress
+from hvdtrain.engine.progress import LOSS_SCALE, Progress
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import IO
 
 from hvdtrain.checkpoint import store
+from hvdtrain.engine.folder import RunFolder
+from hvdtrain.engine.session import Session
 from hvdtrain.errors import UsageError
 from hvdtrain.options.injection import Fault, parse
 from hvdtrain.plan.plan import Plan
 from hvdtrain.training.console import Console
-from hvdtrain.training.metrics import RunFolder
-from hvdtrain.training.session import Session
 
 MOST_FILLED = 2**30  # bytes: a larger free space is not filled, others may need it
 MORE_THAN_THERE_IS = 2**60  # bytes

@@ -14,9 +14,9 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Samples
+from hvdtrain.engine.feed import Feed, Normalisation
 from hvdtrain.host.activity import Activity
 from hvdtrain.plan.plan import Plan
-from hvdtrain.training.feed import Feed, Normalisation
 from hvdtrain.world import World
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from hvdtrain import models
-from hvdtrain.backends.pytorch.parts import build_parts_alone, probe_forms, recomputed_components
+from hvdtrain.backends.pytorch.measured import subject_of
+from hvdtrain.backends.pytorch.parts import build_parts_alone, probe_forms
 from hvdtrain.backends.pytorch.setup import make_plan
 from hvdtrain.check.parity import Parity
 from hvdtrain.check.plan import MEAN, STD, check_plan
@@ -29,6 +30,7 @@ from hvdtrain.plan import planfile
 from hvdtrain.plan.actions import to_csv
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.recompute import recomputed_components
 from hvdtrain.plan.simulate import Costs
 from hvdtrain.plan.trace import write_trace
 from hvdtrain.planner import clusters
@@ -56,7 +58,7 @@ from hvdtrain.planner.options import PlanConfig
 from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import lower_bound, solve
 from hvdtrain.planner.strategies import PREDICTED, StrategyTable, five_columns
-from hvdtrain.planner.subject import Subject, subject_of
+from hvdtrain.planner.subject import Subject
 from hvdtrain.planner.sweep import Sweep, check_alike, sweep
 from hvdtrain.planner.sweep import check as check_sweep
 from hvdtrain.world import World
