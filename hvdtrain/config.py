@@ -34,17 +34,17 @@ class TrainConfig(
         "cnn, airbench, resnet18, resnet50, vit_tiny, vit_b16, cct_2, cct_6, or "
         "package.module:function of your own",
         Group.DATA,
-        Rule.ONE_LINE,
+        Rule.FIRST | Rule.ONE_LINE,
         "NAME",
     )
     framework: Literal["torch", "tensorflow"] = option(
-        "torch", "torch, or tensorflow: Keras 3, data parallel", Group.DATA
+        "torch", "torch, or tensorflow: Keras 3, data parallel", Group.DATA, Rule.FIRST
     )
     data: str = option(
         MISSING,
         "folder of a packed data set (hvdtrain data pack)",
         Group.DATA,
-        Rule.ONE_LINE | Rule.ON_RESUME,
+        Rule.FIRST | Rule.ONE_LINE | Rule.ON_RESUME,
         "DIR",
     )
     stage: str | None = option(
@@ -62,38 +62,41 @@ class TrainConfig(
         "tensorflow single, dp, or mirrored[:N] (MirroredStrategy on N devices of one "
         "process)",
         Group.PLAN,
-        Rule.ON_RESUME | Rule.NOT_COMPARED,
+        Rule.FIRST | Rule.ON_RESUME | Rule.NOT_COMPARED,
         shown_default="single on one rank, dp on more",
     )
     ranks: int | None = option(
         None,
         "start this many ranks on this machine",
         Group.PLAN,
-        Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
+        Rule.FIRST | Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
         shown_default="as many as the launcher started, else 1",
     )
     epochs: int | None = option(
         None,
         "passes over the training set",
         Group.LENGTH,
-        Rule.POSITIVE | Rule.ON_RESUME,
+        Rule.FIRST | Rule.POSITIVE | Rule.ON_RESUME,
         shown_default=f"{DEFAULT_EPOCHS}, or what --max-steps takes",
     )
     max_steps: int | None = option(
-        None, "stop after this many steps", Group.LENGTH, Rule.POSITIVE | Rule.ON_RESUME
+        None,
+        "stop after this many steps",
+        Group.LENGTH,
+        Rule.FIRST | Rule.POSITIVE | Rule.ON_RESUME,
     )
     batch_size: int = option(
         64,
         "images per step, over all ranks together",
         Group.LENGTH,
-        Rule.POSITIVE | Rule.NOT_COMPARED,
+        Rule.FIRST | Rule.POSITIVE | Rule.NOT_COMPARED,
     )
     microbatches: int | None = option(
         None,
         "gradient accumulation: micro-batches that each step is cut into, with one forward "
         "and one backward pass each",
         Group.LENGTH,
-        Rule.POSITIVE | Rule.ON_RESUME | Rule.TORCH_ONLY,
+        Rule.FIRST | Rule.POSITIVE | Rule.ON_RESUME | Rule.TORCH_ONLY,
         shown_default="that of the plan file, else 1, or 4 per stage where there are several",
         alias="accumulate",
     )
@@ -101,7 +104,7 @@ class TrainConfig(
         None,
         "order of forward and backward passes in a pipeline",
         Group.PLAN,
-        Rule.ON_RESUME | Rule.TORCH_ONLY,
+        Rule.FIRST | Rule.ON_RESUME | Rule.TORCH_ONLY,
         shown_default="that of the plan file, else 1f1b",
     )
     verify: bool = option(
@@ -109,7 +112,7 @@ class TrainConfig(
         "before the first step, compare three steps under the plan with three steps on one "
         "rank and the same data: gradients, updates, statistics; end the run if they differ",
         Group.PLAN,
-        Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
+        Rule.FIRST | Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
     )
     memory_limit: float | None = option(
         None,
@@ -161,7 +164,10 @@ class TrainConfig(
         "COMPONENTS",
     )
     holdout: float = option(
-        0.0, "share of the training set held out as validation, 0 to 0.9", Group.DATA, Rule.HOLDOUT
+        0.0,
+        "share of the training set held out as validation, 0 to 0.9",
+        Group.DATA,
+        Rule.FIRST | Rule.HOLDOUT,
     )
     normalise: Literal["meanstd", "split", "unit"] = option(
         "meanstd",
@@ -188,14 +194,14 @@ class TrainConfig(
         "start from the weights in this file (torchvision's names; hvdtrain export writes "
         "one); a last layer for other classes is initialised",
         Group.DATA,
-        Rule.ONE_LINE | Rule.ON_RESUME | Rule.TORCH_ONLY,
+        Rule.FIRST | Rule.ONE_LINE | Rule.ON_RESUME | Rule.TORCH_ONLY,
         "FILE",
     )
     seed: int = option(
         0,
         "seed of the weights, sample order, augmentation and hold-out",
         Group.DATA,
-        Rule.NOT_NEGATIVE | Rule.NOT_COMPARED,
+        Rule.FIRST | Rule.NOT_NEGATIVE | Rule.NOT_COMPARED,
     )
     log_every: int = option(
         20,
@@ -229,7 +235,7 @@ class TrainConfig(
         None,
         "run folder",
         Group.OUTPUT,
-        Rule.ONE_LINE | Rule.ALWAYS | Rule.NOT_COMPARED,
+        Rule.FIRST | Rule.ONE_LINE | Rule.ALWAYS | Rule.NOT_COMPARED,
         "DIR",
         shown_default="a new one in runs/, by time and model",
     )
@@ -238,7 +244,7 @@ class TrainConfig(
         "resume the run in the run folder from its last checkpoint; auto: resume if the "
         "folder holds a run, else start one",
         Group.FAULTS,
-        Rule.ALWAYS | Rule.NOT_COMPARED,
+        Rule.FIRST | Rule.ALWAYS | Rule.NOT_COMPARED,
     )
     checkpoint_every: str = option(
         "1 epoch",
@@ -265,7 +271,7 @@ class TrainConfig(
         0,
         "restart from the last checkpoint after a rank failed, up to N times",
         Group.FAULTS,
-        Rule.NOT_NEGATIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
+        Rule.FIRST | Rule.NOT_NEGATIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
     )
     min_ranks: int | None = option(
         None,

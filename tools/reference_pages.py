@@ -39,13 +39,14 @@ COLUMNS = 80  # width of the help pages
 ABOUT_COMMANDS = """\
 # Commands
 
-Find here every command of `hvdtrain`, with the output of `hvdtrain COMMAND --help`.
+Find here every command of `hvdtrain`, with the output of `hvdtrain COMMAND --help`, or of
+`--help-all` where there is one.
 
 <!-- Written by tools/reference_pages.py: change the program's help texts, and run it again. -->
 
 `python -m hvdtrain` is the same program. `hvdtrain` alone lists the commands, and `hvdtrain train
---help` lists the options by subject. [Options of train](options.md) has them as a table, and
-[Exit codes](exit-codes.md) explains how a command ends.
+--help` lists the options of a first run, `--help-all` all by subject. [Options of
+train](options.md) has them as a table. [Exit codes](exit-codes.md) explains how a command ends.
 
 ## Completion in the shell
 
@@ -69,7 +70,7 @@ Look up here what each option of `hvdtrain train` does, and its default.
 
 Each option is also a key of a YAML file, with `_` for `-`: see
 [Keep settings in a file](../how-to/settings.md). An option with `--no-` in front of its name can
-also be written `--option=true` or `--option=false`. `hvdtrain train --help` prints the same
+also be written `--option=true` or `--option=false`. `hvdtrain train --help-all` prints the same
 options [by subject](commands.md#hvdtrain-train), and
 [`TrainConfig`](python.md) has them as fields.
 

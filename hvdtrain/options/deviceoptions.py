@@ -20,6 +20,7 @@ class DeviceOptions:
         "bf16 or fp16: autocast with fp32 weights, and in fp16 with a scaled loss; auto: bf16 "
         "where a measurement at the start says that it is faster, else fp32",
         Group.DEVICES,
+        Rule.FIRST,
     )
     compile: bool = option(
         False,
@@ -31,7 +32,7 @@ class DeviceOptions:
         None,
         "device to train on",
         Group.DEVICES,
-        Rule.ON_RESUME,
+        Rule.FIRST | Rule.ON_RESUME,
         shown_default="cuda if there is one",
     )
     resident: Literal["auto", "always", "never"] = option(

@@ -33,6 +33,7 @@ class Rule(Flag):
     TORCH_ONLY = auto()
     NOT_MIRRORED = auto()  # it needs the gradients before MirroredStrategy applies them
     NOT_COMPARED = auto()  # runs that a study compares may differ in it
+    FIRST = auto()  # a first run needs it: it is on the page of --help
 
 
 NO_RULE = Rule(0)

@@ -13,7 +13,10 @@ class ImageOptions:
     """The augmentation of training images, and the views of an evaluation."""
 
     augment: Augment = option(  # noqa: RUF009
-        "none", "crop-flip: shifts, flips; resized-crop-flip: random parts, flips", Group.DATA
+        "none",
+        "crop-flip: shifts, flips; resized-crop-flip: random parts, flips",
+        Group.DATA,
+        Rule.FIRST,
     )
     flip: Literal["random", "alternate"] = option(
         "random",

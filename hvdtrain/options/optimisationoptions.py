@@ -17,8 +17,11 @@ class OptimisationOptions:
         "sgd: with Nesterov momentum; sgdw: with weight decay apart from the momentum (Loshchilov "
         "and Hutter, arXiv 1711.05101)",
         Group.OPTIMISATION,
+        Rule.FIRST,
     )
-    lr: float = option(0.001, "learning rate, used as given", Group.OPTIMISATION, Rule.POSITIVE)
+    lr: float = option(
+        0.001, "learning rate, used as given", Group.OPTIMISATION, Rule.FIRST | Rule.POSITIVE
+    )
     lr_base_batch: int | None = option(
         None,
         "scale the learning rate by batch size / N (Goyal et al., arXiv 1706.02677)",
@@ -30,6 +33,7 @@ class OptimisationOptions:
         "constant; cosine or linear down to --lr-end; or step: divided by 10 at 50 % and at 75 % "
         "of the run",
         Group.OPTIMISATION,
+        Rule.FIRST,
     )
     lr_start: float = option(
         0.0,
@@ -53,12 +57,17 @@ class OptimisationOptions:
         "KIND=X,...",
     )
     warmup_epochs: float = option(
-        0.0, "epochs of linear warm-up from --lr-start", Group.OPTIMISATION, Rule.NOT_NEGATIVE
+        0.0,
+        "epochs of linear warm-up from --lr-start",
+        Group.OPTIMISATION,
+        Rule.FIRST | Rule.NOT_NEGATIVE,
     )
     momentum: float = option(
         0.9, "momentum of sgd and sgdw", Group.OPTIMISATION, Rule.NOT_NEGATIVE
     )
-    weight_decay: float = option(0.0, "weight decay", Group.OPTIMISATION, Rule.NOT_NEGATIVE)
+    weight_decay: float = option(
+        0.0, "weight decay", Group.OPTIMISATION, Rule.FIRST | Rule.NOT_NEGATIVE
+    )
     no_decay: str = option(
         "norm,bias,position",
         "parameters without weight decay: norm (scales and shifts of normalisation layers), "

@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 from hvdtrain.errors import UsageError
 from hvdtrain.host import harmless
 from hvdtrain.options import helptext, timelimit
-from hvdtrain.options.fields import Group
+from hvdtrain.options.fields import NO_RULE, Group, Rule
 from hvdtrain.options.nearest import nearest, unknown_key
 
 Options = TypeVar("Options")
@@ -64,6 +64,21 @@ class Parser(ArgumentParser):
         if helptext.subcommands(self):
             return helptext.overview(self)
         return super().format_help(formatter)
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help page, without the options that only `--help-all` lists."""
+        more = [action for action in self._actions if getattr(action, "is_hidden", False)]
+        texts = [action.help for action in more]
+        for action in more:
+            action.help = argparse.SUPPRESS
+        page = self.format_help()
+        for action, text in zip(more, texts, strict=True):
+            action.help = text
+        if more:
+            page += (
+                f"\n`{helptext.as_typed(self.prog)} --help-all` lists {len(more)} more options.\n"
+            )
+        self._print_message(page, file or sys.stdout)
 
     def parse_args(  # type: ignore[override]
         self,
@@ -191,6 +206,8 @@ def add_dataclass(parser: ArgumentParser, owner: type, heading: str = "") -> Non
     def place(item: dataclasses.Field[Any]) -> int:
         return headings.index(item.metadata.get("group") or "")
 
+    if any(Rule.FIRST in item.metadata.get("rule", NO_RULE) for item in dataclasses.fields(owner)):
+        parser.add_argument("--help-all", action=_HelpAll, help="list all options and exit")
     for item in sorted(dataclasses.fields(owner), key=place):
         title = item.metadata.get("group") or heading
         if title not in groups:
@@ -205,25 +222,22 @@ def _add_option(group: Any, item: dataclasses.Field[Any], kind: Any) -> None:
     if about.get("default"):
         text += f" (default: {about['default']})"
     kinds = get_args(kind) or (kind,)
-    if bool in kinds:
-        _add_switch(group, flag, kind, item.default, text)
-        return
-    if kind == list[str]:
-        shown = about.get("metavar") or "VALUE"
-        group.add_argument(
-            flag, type=_Texts(), action="extend", default=[], help=text, metavar=shown
-        )
-        return
-    flags = [flag, f"--{about['alias']}"] if about.get("alias") else [flag]
     shown = about.get("metavar") or helptext.metavar(kind) or item.name.upper()
-    settings = {"type": kind, "help": text, "metavar": shown}
-    if item.default is dataclasses.MISSING:
-        group.add_argument(*flags, required=True, **settings)
+    flags = [flag, f"--{about['alias']}"] if about.get("alias") else [flag]
+    settings: dict[str, Any] = {"type": kind, "help": text, "metavar": shown}
+    if bool in kinds:
+        added = _add_switch(group, flag, kind, item.default, text)
+    elif kind == list[str]:
+        settings |= {"type": _Texts(), "metavar": about.get("metavar") or "VALUE"}
+        added = group.add_argument(flag, action="extend", default=[], **settings)
+    elif item.default is dataclasses.MISSING:
+        added = group.add_argument(*flags, required=True, **settings)
     else:
-        group.add_argument(*flags, default=item.default, **settings)
+        added = group.add_argument(*flags, default=item.default, **settings)
+    added.is_hidden = "rule" in about and Rule.FIRST not in about["rule"]
 
 
-def _add_switch(group: Any, flag: str, kind: Any, default: object, text: str) -> None:
+def _add_switch(group: Any, flag: str, kind: Any, default: object, text: str) -> Any:
     """Add `--name`, `--name VALUE` and `--no-name`; the last one on the command line wins.
 
     jsonargparse's ActionYesNo is not used: it accepts no value but true and false, and it reads
@@ -232,7 +246,7 @@ def _add_switch(group: Any, flag: str, kind: Any, default: object, text: str) ->
     others = [
         value for member in get_args(kind) if member is not bool for value in get_args(member)
     ]
-    group.add_argument(
+    added = group.add_argument(
         flag,
         type=kind,
         nargs="?",
@@ -248,12 +262,26 @@ def _add_switch(group: Any, flag: str, kind: Any, default: object, text: str) ->
         default=default,
         help=argparse.SUPPRESS,
     )
+    return added
 
 
 def select_fields(kind: type[Options], values: Mapping[str, Any]) -> Options:
     """Return a dataclass filled with those of the parsed values that are its fields."""
     names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names})
+
+
+class _HelpAll(argparse.Action):
+    """Prints the whole help page, and ends the process."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings |= {"nargs": 0, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        super().__init__(**settings)
+
+    def __call__(self, parser: Any, *ignored: Any) -> None:
+        """Print the page and exit."""
+        print(parser.format_help(), end="")
+        parser.exit()
 
 
 class _Texts:
@@ -303,7 +331,8 @@ def _unknown_option(name: str, options: Iterable[str], command: str) -> str:
         return f"unknown option {name}: write --sbatch {text}, or --sbatch {text}=VALUE"
     suggestion = f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, options)
     if not suggestion or suggestion.count(",") > MOST_NAMES:
-        suggestion = f": {command} --help lists the options"
+        page = "--help-all" if "--help-all" in options else "--help"
+        suggestion = f": {command} {page} lists the options"
         if "--sbatch" in options:
             suggestion += ", and --sbatch NAME=VALUE passes another one to sbatch"
     return f"unknown option {name}{suggestion}"

@@ -95,7 +95,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
         (["jobs", "submit", *TRAIN[1:], "--gpus=2"], "unknown option --gpus; did you mean --gpus"),
         (
             [*TRAIN, "--zzz"],
-            "unknown option --zzz: hvdtrain train --help lists the options",
+            "unknown option --zzz: hvdtrain train --help-all lists the options",
         ),
         ([*TRAIN, "--optimizer", "adma"], "--optimizer adma is not known; did you mean adam"),
         ([*TRAIN, "--config", "no.yaml"], f"--config '{Path.cwd()}/no.yaml' does not exist: "),

@@ -19,11 +19,31 @@ def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def page(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return the help page of a command."""
+    """Return the whole help page of a command."""
+    option = "--help-all" if words in (("train",), ("jobs", "submit")) else "--help"
     with pytest.raises(SystemExit) as ended:
-        cli.run([*words, "--help"])
+        cli.run([*words, option])
     assert ended.value.code == 0
     return capsys.readouterr().out
+
+
+def options_on(printed: str) -> list[str]:
+    return re.findall(r"^  (?:-h, )?(--[a-z0-9_-]+)", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["train", "jobs submit"])
+def test_the_first_page_has_the_options_of_a_first_run_and_names_the_other_page(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    whole = page(capsys, *command.split())
+    with pytest.raises(SystemExit):
+        cli.run([*command.split(), "--help"])
+    first = capsys.readouterr().out
+    names = {flag(item.name) for item in dataclasses.fields(TrainConfig)}
+    assert len(names & set(options_on(first))) == 25
+    assert set(options_on(whole)) > set(options_on(first)) > {"--model", "--data", "--help-all"}
+    hidden = len(options_on(whole)) - len(options_on(first))
+    assert f"`hvdtrain {command} --help-all` lists {hidden} more options." in first
 
 
 def test_the_program_alone_lists_every_command_in_one_line(
@@ -63,9 +83,11 @@ def test_the_options_of_train_stand_under_headings_with_true_defaults(
     assert {field.metadata["group"] for field in dataclasses.fields(TrainConfig)} == {
         *headings[1:]
     }
-    shown = re.findall(r"^  (?:-h, )?(--[a-z0-9_-]+)", printed, re.MULTILINE)
+    shown = options_on(printed)
     options = [flag(item.name) for item in dataclasses.fields(TrainConfig)]
-    assert sorted(shown) == sorted([*options, "--help", "--config", "--print_config"])
+    assert sorted(shown) == sorted(
+        [*options, "--help", "--help-all", "--config", "--print_config"]
+    )
     text = " ".join(printed.split())
     for part in (
         "--precision {fp32,bf16,fp16,fp64,auto} bf16 or fp16: autocast with fp32 weights, and in "
