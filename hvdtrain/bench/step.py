@@ -25,8 +25,9 @@ from hvdtrain.check.verify import CHECKS
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.device import Mark, is_gpu, mark, now, synchronize
-from hvdtrain.engine.control import Control, Flags, Outcome, Vitals
+from hvdtrain.engine.control import Control, Flags, Vitals
 from hvdtrain.engine.feed import Feed, requests, training_feeder
+from hvdtrain.engine.session import PendingStep, StepOutcome
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.costs import component_costs
@@ -212,8 +213,8 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
             loaded = mark(device)
             step = session.runtime.train(Step(program, feed.images, feed.labels))
             flags = Flags(stop.interrupted, stop.preempted)
-            read = partial(_read, read_later(step, device))
-            agreed = control.post(read, samples, flags, Vitals(0.0, 0.0))
+            pending = PendingStep(samples, partial(_outcome, read_later(step, device)))
+            agreed, _ = control.post(pending, flags, Vitals(0.0, 0.0))
             if agreed is not None and agreed.stop is not None:
                 _leave(agreed.stop)
             return began, loaded, step.marks
@@ -239,8 +240,8 @@ def _leave(code: int) -> None:
     raise (Interrupted if code == Interrupted.exit_code else Preempted)("nothing was measured")
 
 
-def _read(read: Callable[[], tuple[float, bool]]) -> Outcome:
-    return Outcome(*read())
+def _outcome(read: Callable[[], tuple[float, bool]]) -> StepOutcome:
+    return StepOutcome(*read())
 
 
 def _count(totals: dict[str, float], step: StepSeconds, waited: float) -> None:

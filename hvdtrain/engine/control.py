@@ -9,35 +9,18 @@ bad steps, the loss that is logged and the vitals of each rank.
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.engine.session import PendingStep, StepOutcome
 from hvdtrain.errors import Interrupted, Preempted
 from hvdtrain.host.poll import wait_until
 from hvdtrain.world import World
 
 INTERRUPT, PREEMPT, SAVE, CHANGE, WRITTEN, FAILED, BAD, LOSS, SAMPLES, HEADER = range(10)
-
-
-class Outcome(NamedTuple):
-    """A step of a rank whose device is done with it.
-
-    Attributes:
-        loss_sum: of its samples.
-        is_bad: whether it left out an update.
-        waited: seconds in which it waited for other ranks.
-        work: seconds of its device's work, if it has a queue: the host's time is that of other
-            steps then.
-    """
-
-    loss_sum: float
-    is_bad: bool
-    waited: float = 0.0
-    work: float | None = None
 
 
 class Flags(NamedTuple):
@@ -155,48 +138,49 @@ class Control:
 
     def __init__(self, world: World, delay: int, ahead: int = 1) -> None:
         self.world, self.delay, self.ahead = world, delay, ahead
-        self.waiting: deque[tuple[Callable[[], Outcome], np.ndarray, float]] = deque()
+        self.waiting: deque[tuple[PendingStep, np.ndarray, float]] = deque()
         self.in_flight: deque[tuple[np.ndarray, Any, float]] = deque()
 
     def post(
-        self, read: Callable[[], Outcome], samples: int, flags: Flags, vitals: Vitals
-    ) -> Agreed | None:
-        """Send this rank's vector of a step; return the oldest agreement, if enough are in flight.
+        self, step: PendingStep, flags: Flags, vitals: Vitals
+    ) -> tuple[Agreed | None, list[StepOutcome]]:
+        """Send this rank's vector of a step as soon as its device is done with it.
 
         Args:
-            read: called when the vector is sent.
-            vitals: `own_seconds` with the wait for other ranks, which `read` tells.
+            vitals: `own_seconds` with the wait for other ranks, which the outcome tells.
+
+        Returns:
+            The oldest agreement, if enough are in flight; the outcomes that were sent.
         """
         fields = len(Vitals._fields)
         vector = np.zeros(HEADER + self.world.size * fields)
         vector[INTERRUPT], vector[PREEMPT], vector[SAVE] = flags[:3]
-        vector[WRITTEN], vector[SAMPLES] = flags.written, samples
+        vector[WRITTEN], vector[SAMPLES] = flags.written, step.samples
         vector[CHANGE], vector[FAILED] = flags.change, flags.failed
         start = HEADER + self.world.rank * fields
         vector[start : start + fields] = vitals
-        self.waiting.append((read, vector, time.perf_counter()))
+        self.waiting.append((step, vector, time.perf_counter()))
         agreed = self._receive() if len(self.in_flight) >= self.ahead else None
-        if len(self.waiting) > self.delay:
-            self._send()
-        return agreed
+        return agreed, [self._send()] if len(self.waiting) > self.delay else []
 
-    def drain(self) -> list[Agreed]:
-        """Return the agreements on all steps still under way, oldest first."""
-        agreements = []
+    def drain(self) -> tuple[list[Agreed], list[StepOutcome]]:
+        """Return the agreements on all steps still under way, oldest first, and their outcomes."""
+        agreements, outcomes = [], []
         while self.waiting or self.in_flight:
             if not self.in_flight:
-                self._send()
+                outcomes.append(self._send())
             agreements.append(self._receive())
-        return agreements
+        return agreements, outcomes
 
-    def _send(self) -> None:
-        read, vector, posted_at = self.waiting.popleft()
-        vector[LOSS], vector[BAD], waited, work = read()
+    def _send(self) -> StepOutcome:
+        step, vector, posted_at = self.waiting.popleft()
+        outcome = step.outcome()
+        vector[LOSS], vector[BAD], spent = outcome
         start = HEADER + self.world.rank * len(Vitals._fields)
-        if work is None:
-            vector[start + OWN_SECONDS] -= waited
-        else:
-            vector[start + OWN_SECONDS] = work + vector[start + DATA_SECONDS]
+        if spent.work is None:
+            vector[start + OWN_SECONDS] -= spent.waited
+        else:  # the host's time is that of other steps
+            vector[start + OWN_SECONDS] = spent.work + vector[start + DATA_SECONDS]
         request = None
         total = vector
         if self.world.communicator is not None:
@@ -204,6 +188,7 @@ class Control:
             request = self.world.communicator.Iallreduce(vector, total)
         # The vector must live as long as the send.
         self.in_flight.append((total, (request, vector), posted_at))
+        return outcome
 
     def _receive(self) -> Agreed:
         total, (request, _), posted_at = self.in_flight.popleft()

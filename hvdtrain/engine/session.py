@@ -1,5 +1,6 @@
 """The interface between the training loop and a framework: PyTorch or Keras."""
 
+import math
 import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -48,30 +49,15 @@ class Spent(NamedTuple):
         return self.exposed + self.bubble
 
 
-@dataclass(frozen=True)
-class Result:
-    """This rank's results of one step.
+class StepInput(NamedTuple):
+    """Everything that is needed to run a step.
 
     Attributes:
-        read: returns the sum of the losses of `samples`, and whether an update was skipped because
-            of bad gradients; waits for a GPU.
-        norm: of all gradients, if it was requested.
-        is_bad: whether the host knows already that an update was skipped.
-        spent: returns where the time went; to be called after `read`.
-    """
-
-    read: Callable[[], tuple[float, bool]]
-    samples: int
-    norm: float
-    is_bad: bool
-    spent: Callable[[], Spent]
-
-
-class StepRecord(NamedTuple):
-    """A record of a recent step: everything that is needed to run it again.
-
-    Attributes:
-        norm: of its gradients, if it was requested.
+        step: its number in the run, from 1.
+        position: samples of the run before it.
+        batch_size: samples over all ranks.
+        feed: this rank's samples.
+        rate: learning rate.
         loss_scale: factor of its loss.
     """
 
@@ -79,8 +65,39 @@ class StepRecord(NamedTuple):
     position: int
     batch_size: int
     feed: Feed
-    norm: float
+    rate: float
     loss_scale: float
+
+
+class StepOutcome(NamedTuple):
+    """A step of a rank whose device is done with it.
+
+    Attributes:
+        loss_sum: of its samples.
+        is_bad: whether an update was skipped because of bad gradients.
+        spent: where the time went.
+    """
+
+    loss_sum: float
+    is_bad: bool
+    spent: Spent = Spent()
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that the host has started: its device may still compute.
+
+    Attributes:
+        samples: of this rank.
+        outcome: waits for the device, and returns what came out.
+        norm: of all gradients, if it was requested.
+        is_bad: whether the host knows already that an update was skipped.
+    """
+
+    samples: int
+    outcome: Callable[[], StepOutcome]
+    norm: float = math.nan
+    is_bad: bool = False
 
 
 @dataclass(frozen=True)
@@ -324,10 +341,8 @@ class Session(ABC):
         """Return the rows of a global batch whose images, and whose labels, this rank needs."""
 
     @abstractmethod
-    def train(
-        self, feed: Feed, position: int, batch_size: int, rate: float, loss_scale: float
-    ) -> Result:
-        """Do one step of all ranks, on the global batch that starts at `position`. Collective."""
+    def train(self, step: StepInput) -> PendingStep:
+        """Start one step of all ranks. Collective."""
 
     @abstractmethod
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
@@ -338,7 +353,7 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def diagnose(self, record: StepRecord) -> str:
+    def diagnose(self, step: StepInput) -> str:
         """Run a step again without updates; return what is wrong with it. Collective."""
 
     def close(self) -> None:

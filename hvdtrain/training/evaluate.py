@@ -8,12 +8,15 @@ import numpy as np
 
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
-from hvdtrain.engine.control import Flags, Outcome, Stopped, Vitals
+from hvdtrain.engine.control import Flags, Stopped, Vitals
 from hvdtrain.engine.feed import Feed, Feeder, requests, watched
 from hvdtrain.engine.progress import Stopwatch
+from hvdtrain.engine.session import PendingStep, StepOutcome
 from hvdtrain.training.run import Run
 
 MEASURED = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
+
+NO_STEP = PendingStep(0, lambda: StepOutcome(0.0, False))  # of an agreement in an evaluation
 
 
 def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tuple[Feed, int]]:
@@ -32,7 +35,7 @@ def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tu
             failed=run.saving.saver.failed,
         )
         with run.activity.doing("agreeing with all ranks on an evaluation"):
-            agreed = run.control.post(partial(Outcome, 0.0, False), 0, flags, Vitals(0.0, 0.0))
+            agreed, _ = run.control.post(NO_STEP, flags, Vitals(0.0, 0.0))
         if agreed is not None:
             run.saving.follow(agreed)
             code = agreed.stop

@@ -15,10 +15,10 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.configfile import as_started
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
-from hvdtrain.engine.control import Agreed, Flags, Outcome, Stopped, Vitals, stop_code
+from hvdtrain.engine.control import Agreed, Flags, Stopped, Vitals, stop_code
 from hvdtrain.engine.feed import Feed, Request, requests, training_feeder, watched
 from hvdtrain.engine.progress import Stopwatch, learning_rate
-from hvdtrain.engine.session import Result, StepRecord
+from hvdtrain.engine.session import StepInput
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
@@ -301,20 +301,18 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
     if run.heartbeat.is_replaced:
         run.heartbeat.owner.check()
     started = time.perf_counter()
-    rate = learning_rate(config, len(session.train_rows), progress.position)
     progress.step += 1
     run.activity.step(progress.step)
     if run.injector is not None:
         run.injector.before(progress.step, run.saving.saver.is_uncommitted)
-    scale = progress.loss_scale
-    result = session.train(feed, progress.position, batch_size, rate, scale)
+    rate = learning_rate(config, len(session.train_rows), progress.position)
+    step = StepInput(progress.step, progress.position, batch_size, feed, rate, progress.loss_scale)
+    pending = session.train(step)
     if config.precision == "fp16":
-        progress.scale_loss(not math.isfinite(result.norm))
-    run.step_records.append(
-        StepRecord(progress.step, progress.position, batch_size, feed, result.norm, scale)
-    )
+        progress.scale_loss(not math.isfinite(pending.norm))
+    run.recent.append((step, pending.norm))
     progress.position += batch_size
-    if config.ledger and not result.is_bad:
+    if config.ledger and not pending.is_bad:
         stem = f"{epoch + 1},{progress.step},{session.world.rank}"
         run.journal.ledger += [f"{stem},{sample}\n" for sample in feed.ids.tolist()]
     if session.timeline is not None and progress.step - run.before.step == TRACED_STEPS:
@@ -326,15 +324,9 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
     run.step_ended = ended
     vitals = _vitals(run, seconds, data_seconds)
     with run.activity.doing("agreeing with all ranks on the step before"):
-        return run.control.post(partial(_read, run, result), result.samples, _flags(run), vitals)
-
-
-def _read(run: Run, result: Result) -> Outcome:
-    """Return the outcome of a step that is over on the device; count its seconds."""
-    loss_sum, is_bad = result.read()
-    spent = result.spent()
-    run.progress.count(spent, run.session.device.dilation)
-    return Outcome(loss_sum, is_bad, spent.waited, spent.work)
+        agreed, outcomes = run.control.post(pending, _flags(run), vitals)
+    run.count(outcomes)
+    return agreed
 
 
 def _flags(run: Run) -> Flags:

@@ -4,6 +4,7 @@ import math
 import os
 import threading
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.engine.control import Agreed, Control
 from hvdtrain.engine.feed import READING
 from hvdtrain.engine.progress import LOSS_SCALE, Progress, Stopwatch
-from hvdtrain.engine.session import Session, StepRecord
+from hvdtrain.engine.session import Session, StepInput, StepOutcome
 from hvdtrain.health import failure, starts
 from hvdtrain.health.failure import stalled
 from hvdtrain.health.heartbeat import Heartbeat, suspects
@@ -49,7 +50,7 @@ class Run:
 
     Attributes:
         clock: counts the seconds of the run.
-        step_records: the last steps.
+        recent: the last steps, with the norms of their gradients if these were requested.
         skipped_in_a_row: bad steps since the last good one.
         step_ended: when the host had put the last step of the epoch into the device's queue, by
             the performance counter.
@@ -71,7 +72,7 @@ class Run:
     injector: Injector | None
     adapter: "Adapter | None"
     before: Progress
-    step_records: deque[StepRecord]
+    recent: deque[tuple[StepInput, float]]
     peak_before: int
     skipped_in_a_row: int = 0
     step_ended: float | None = None
@@ -116,9 +117,9 @@ class Run:
         """Return whether there is nothing left to do."""
         return self.trained and not self.epoch_end_due
 
-    def step_record_at(self, step: int) -> StepRecord:
-        """Return the record of one of the last steps."""
-        return next(record for record in self.step_records if record.step == step)
+    def step_at(self, number: int) -> tuple[StepInput, float]:
+        """Return one of the last steps, and the norm of its gradients."""
+        return next((step, norm) for step, norm in self.recent if step.step == number)
 
     def restart_clock(self) -> None:
         """Count seconds, energy, and what else uses the cores, from now on."""
@@ -130,7 +131,14 @@ class Run:
     def drain(self) -> list[Agreed]:
         """Return the ranks' agreements on all steps still under way, oldest first. Collective."""
         with self.activity.doing("agreeing with all ranks on the last steps"):
-            return self.control.drain()
+            agreements, outcomes = self.control.drain()
+        self.count(outcomes)
+        return agreements
+
+    def count(self, outcomes: Iterable[StepOutcome]) -> None:
+        """Count the seconds of steps that are over on the device."""
+        for outcome in outcomes:
+            self.progress.count(outcome.spent, self.session.device.dilation)
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Write the records to the disk.
@@ -211,7 +219,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
             adapter=adapter,
             before=replace(progress),
             peak_before=session.device.peak_memory_bytes(),
-            step_records=deque(maxlen=RECORDS_READ_LATER + config.steps_ahead),
+            recent=deque(maxlen=RECORDS_READ_LATER + config.steps_ahead),
         )
     except BaseException:
         heartbeat.give_up()

@@ -114,17 +114,17 @@ class StepLog:
             CheckFailed: if the step is not skipped.
         """
         run, config = self.run, self.run.session.config
-        record, limit = run.step_record_at(self.step), config.gradient_limit
-        if record.loss_scale > 1 and not math.isfinite(record.norm):
+        (step, norm), limit = run.step_at(self.step), config.gradient_limit
+        if step.loss_scale > 1 and not math.isfinite(norm):
             run.progress.skipped_steps += 1
-            run.journal.event("loss_scale", step=self.step, loss_scale=record.loss_scale / 2)
+            run.journal.event("loss_scale", step=self.step, loss_scale=step.loss_scale / 2)
             return
         fault = f"the loss became {agreed.loss_sum}"
-        if agreed.finite and limit is not None and limit < record.norm < math.inf:
-            fault = f"the norm of the gradients was {record.norm:.3g}, above {limit:g},"
+        if agreed.finite and limit is not None and limit < norm < math.inf:
+            fault = f"the norm of the gradients was {norm:.3g}, above {limit:g},"
         elif agreed.finite:
             fault = "the gradients were not finite"
-        where = run.session.diagnose(record)
+        where = run.session.diagnose(step)
         message = f"{fault} at step {self.step} (epoch {self.epoch + 1}): {where}"
         run.skipped_in_a_row += 1
         # A step counts as skipped only if all ranks skipped it.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hvdtrain.engine.session import StepRecord
+from hvdtrain.engine.session import StepInput
 from hvdtrain.health.badstep import Sighting, as_words
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part, StageModel
@@ -18,9 +18,7 @@ from hvdtrain.sync.gradients import all_finite
 from hvdtrain.world import World
 
 
-def diagnose(
-    runtime: Runtime, plan: Plan, world: World, program: Program, step: StepRecord
-) -> str:
+def diagnose(runtime: Runtime, plan: Plan, world: World, program: Program, step: StepInput) -> str:
     """Repeat a step without updating anything, and return what is wrong with it. Collective.
 
     The caller has reset the random generators to their state before the step.

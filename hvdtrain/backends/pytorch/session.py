@@ -28,10 +28,11 @@ from hvdtrain.engine.progress import slow_share
 from hvdtrain.engine.session import (
     Device,
     Faults,
-    Result,
+    PendingStep,
     Session,
     Spent,
-    StepRecord,
+    StepInput,
+    StepOutcome,
     StepTimes,
     Timeline,
 )
@@ -62,16 +63,23 @@ def device_of(device: torch.device) -> Device:
     )
 
 
-def _spent(marks: StepMarks, met: tuple[Mark, Mark], device: torch.device) -> Spent:
-    """Return where the time of a step went, with a meeting of the replicas after it."""
+def _outcome(
+    read: Callable[[], tuple[float, bool]],
+    marks: StepMarks,
+    met: tuple[Mark, Mark],
+    device: torch.device,
+) -> StepOutcome:
+    """Return the outcome of a step, with a meeting of the replicas after it."""
+    loss_sum, is_bad = read()
     seconds, meeting = marks.seconds(), met[1] - met[0]
-    return Spent(
+    spent = Spent(
         exposed=seconds.exposed + seconds.transfer + meeting,
         communication=seconds.reduction + seconds.transfer + meeting,
         bubble=seconds.bubble,
         compute=sum(seconds.spent[kind] for kind in COMPUTE),
         work=sum(seconds.spent.values()) if devices.is_queued(device) else None,
     )
+    return StepOutcome(loss_sum, is_bad, spent)
 
 
 MOST_STEPS = 1000  # whose marks are kept
@@ -244,31 +252,28 @@ class TorchSession(Session):
         return take_rows(batch, first), take_rows(batch, last)
 
     @override
-    def train(
-        self, feed: Feed, position: int, batch_size: int, rate: float, loss_scale: float
-    ) -> Result:
+    def train(self, step: StepInput) -> PendingStep:
+        feed, position = step.feed, step.position
         share = slow_share(self.config, len(self.train_rows), position)
         for part in self.state.parts.values():
             if part.optimizer is not None:
-                set_learning_rate(part.optimizer, rate)
+                set_learning_rate(part.optimizer, step.rate)
                 if self.config.lookahead is not None:
                     set_slow_share(part.optimizer, share)
         self._seed(position)
-        todo = self._next_program(batch_size, is_training=True)
+        todo = self._next_program(step.batch_size, is_training=True)
         epoch, offset = divmod(position, len(self.train_rows))
         for part in self.state.parts.values():
             part.meetings.before_step(epoch)
-        step = self.runtime.train(Step(todo, feed.images, feed.labels, loss_scale=loss_scale))
+        trained = Step(todo, feed.images, feed.labels, loss_scale=step.loss_scale)
+        self.runtime.train(trained)
         met = self._after_step(offset // self.config.batch_size + 1)
         if self.config.plan_request == ADAPTIVE and self.world.size > 1:
-            self.times.add(step.marks)
-        return Result(
-            read=read_later(step, self.runtime.device),
-            samples=todo.cut.samples(self.plan.last, self.world.rank),
-            norm=step.norm,
-            is_bad=step.is_bad,
-            spent=partial(_spent, step.marks, met, self.runtime.device),
-        )
+            self.times.add(trained.marks)
+        device = self.runtime.device
+        outcome = partial(_outcome, read_later(trained, device), trained.marks, met, device)
+        samples = todo.cut.samples(self.plan.last, self.world.rank)
+        return PendingStep(samples, outcome, trained.norm, trained.is_bad)
 
     def _after_step(self, step: int) -> tuple[Mark, Mark]:
         """Let replicas meet if it is due after a step of the epoch; return start and end."""
@@ -305,10 +310,10 @@ class TorchSession(Session):
         return loss_sum, correct
 
     @override
-    def diagnose(self, record: StepRecord) -> str:
-        self._seed(record.position)
-        todo = self.program(record.batch_size, is_training=True)
-        explanation = diagnose(self.runtime, self.plan, self.world, todo, record)
+    def diagnose(self, step: StepInput) -> str:
+        self._seed(step.position)
+        todo = self.program(step.batch_size, is_training=True)
+        explanation = diagnose(self.runtime, self.plan, self.world, todo, step)
         self.times.read()  # drops the times of the diagnosis
         return explanation
 

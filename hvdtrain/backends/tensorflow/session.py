@@ -21,12 +21,13 @@ from hvdtrain.data.order import Rows
 from hvdtrain.engine.feed import Feed, step_seed
 from hvdtrain.engine.session import (
     Faults,
-    Result,
+    PendingStep,
     Session,
     Shape,
     Spent,
     State,
-    StepRecord,
+    StepInput,
+    StepOutcome,
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.health.badstep import Sighting, as_words
@@ -158,25 +159,21 @@ class KerasSession(Session):
         return batch[first:last], batch[first:last]
 
     @override
-    def train(
-        self, feed: Feed, position: int, batch_size: int, rate: float, loss_scale: float
-    ) -> Result:
-        if rate != self.rate:
-            self.state.optimizer.learning_rate = self.rate = rate
-        self._seed(position)
+    def train(self, step: StepInput) -> PendingStep:
+        if step.rate != self.rate:
+            self.state.optimizer.learning_rate = self.rate = step.rate
+        self._seed(step.position)
         started = time.perf_counter()
         with self.activity.doing("forward, backward, all-reduce and update"):
-            done = (self.mirrored or self.steps).train(*self._arguments(feed, batch_size))
+            done = (self.mirrored or self.steps).train(
+                *self._arguments(step.feed, step.batch_size)
+            )
             exposed = float(done.exposed_seconds)
         seconds = time.perf_counter() - started
-        return Result(
-            read=lambda: (float(done.loss_sum), bool(done.is_bad)),
-            samples=len(feed.ids),
-            norm=float(done.norm),
-            is_bad=bool(done.is_bad),
-            # Nothing is hidden: all gradients are sent at the end.
-            spent=lambda: Spent(exposed, communication=exposed, compute=seconds - exposed),
-        )
+        # Nothing is hidden: all gradients are sent at the end.
+        spent = Spent(exposed, communication=exposed, compute=seconds - exposed)
+        outcome = StepOutcome(float(done.loss_sum), bool(done.is_bad), spent)
+        return PendingStep(len(step.feed.ids), lambda: outcome, float(done.norm), outcome.is_bad)
 
     def trace(self) -> None:
         """Trace a step on a full batch, so that the first step does not include the tracing.
@@ -205,18 +202,18 @@ class KerasSession(Session):
         return loss_sum, correct
 
     @override
-    def diagnose(self, record: StepRecord) -> str:
+    def diagnose(self, step: StepInput) -> str:
         if self.mirrored is not None:
             return (
                 "the weights are already updated, so the layer is not known: use --plan dp to "
                 "find it"
             )
         newest, _ = self.activity.now()
-        self.activity.step(record.step)
+        self.activity.step(step.step)
         kept = [statistic.numpy() for statistic in self.steps.statistics]
-        arguments = self._arguments(record.feed, record.batch_size)
+        arguments = self._arguments(step.feed, step.batch_size)
         explanation = diagnose(
-            self.steps, self.world, arguments, lambda: self._seed(record.position)
+            self.steps, self.world, arguments, lambda: self._seed(step.position)
         )
         for variable, before in zip(self.steps.statistics, kept, strict=True):
             variable.assign(before)

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdtrain.engine.control import Control
 from hvdtrain.engine.feed import Feed, Feeder
+from hvdtrain.engine.session import StepOutcome
 from hvdtrain.health.heartbeat import Heartbeat
 
 BATCHES = 4  # read by a rank before it hangs in its loader
@@ -71,12 +72,12 @@ def after_the_last_step() -> None:
     sent = 0
     send = Control._send
 
-    def send_or_stop(self: Control) -> None:
+    def send_or_stop(self: Control) -> StepOutcome:
         nonlocal sent
         sent += 1
         if sent == STEPS:
             stop()
-        send(self)
+        return send(self)
 
     Control._send = send_or_stop  # type: ignore[method-assign]
 
