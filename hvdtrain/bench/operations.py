@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hvdtrain.device import is_gpu
-from hvdtrain.host.quiet import PROFILER_REMARKS, without
+from hvdtrain.host.output import PROFILER_REMARKS, without
 
 
 def operation_seconds(

@@ -14,8 +14,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.engine.feed import step_seed
 from hvdtrain.models.component import Component, component_seed, isolated
 from hvdtrain.options import decay
+from hvdtrain.parallel.boundary import to_channels_last
 from hvdtrain.parallel.dropout import Draws, follow_samples
-from hvdtrain.parallel.memoryformat import to_channels_last
 from hvdtrain.parallel.reference import Reference, Rules, difference, largest_errors
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images, StageModel
 from hvdtrain.plan.plan import Plan

@@ -14,7 +14,7 @@ from hvdtrain import __version__, world
 from hvdtrain.doctor.check import Check, is_fit, report_as_json, show
 from hvdtrain.doctor.probe import median_milliseconds
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.host.installed import has_horovod
+from hvdtrain.host.launchers import has_horovod
 from hvdtrain.world import World
 
 SECONDS_TO_SHOW = 10.0  # limit until a network file system shows another host's file

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.emulate.clock import Clock
 from hvdtrain.emulate.components import SCALE, Work, emulated
-from hvdtrain.emulate.device import Hardware
+from hvdtrain.emulate.device import Clock, Hardware
 from hvdtrain.emulate.links import DelayedCollectives, DelayedExchange
 from hvdtrain.engine.session import Device
 from hvdtrain.errors import UsageError

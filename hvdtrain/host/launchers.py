@@ -8,6 +8,7 @@ import pwd
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
@@ -171,3 +172,10 @@ ALGORITHMS: Mapping[str, Mapping[str, str]] = {
         "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "smp",
     },
 }
+
+
+def has_horovod() -> bool:
+    """Return whether Horovod is installed with its plugin for PyTorch."""
+    spec = find_spec("horovod")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return any(True for folder in folders for _ in Path(folder, "torch").glob("mpi_lib*"))

@@ -6,8 +6,10 @@ import io
 import os
 import select
 import sys
+import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from hvdtrain.errors import HvdtrainError
@@ -92,3 +94,30 @@ def console(**settings: Any) -> "Console":
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False, **settings)
+
+
+# Lines that TensorFlow writes to standard error whatever its log level is.
+TENSORFLOW_REMARKS = ("oneDNN custom operations are on", "absl::InitializeLog()")
+PROFILER_REMARKS = ("SyncActivityProfilerHandler.cpp",)  # and PyTorch's profiler
+
+
+@contextmanager
+def without(remarks: Sequence[str]) -> Iterator[None]:
+    """Drop the lines that contain one of `remarks` and are written to descriptor 2 in the block.
+
+    All other lines are written when the block ends, also after an exception.
+    """
+    sys.stderr.flush()
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+            held.seek(0)
+            for line in held:
+                if not any(remark.encode() in line for remark in remarks):
+                    os.write(2, line)

@@ -21,8 +21,7 @@ from hvdtrain.keras.callbacks import (
 )
 from hvdtrain.keras.dataset import Datasets, datasets
 from hvdtrain.keras.optimizer import optimizer
-from hvdtrain.keras.ranks import start
-from hvdtrain.keras.stopping import StopTogether
+from hvdtrain.keras.ranks import StopTogether, start
 
 __all__ = [
     "Datasets",

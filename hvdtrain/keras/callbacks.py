@@ -11,8 +11,14 @@ from hvdtrain import world
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.losses import MeanLoss, watched_losses
 from hvdtrain.keras.optimizer import as_it_was, is_distributed, sums
-from hvdtrain.keras.ranks import average_statistics, broadcast, check_same, gather, is_float
-from hvdtrain.keras.stopping import StopTogether
+from hvdtrain.keras.ranks import (
+    StopTogether,
+    average_statistics,
+    broadcast,
+    check_same,
+    gather,
+    is_float,
+)
 
 
 def callbacks(

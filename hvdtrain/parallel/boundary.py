@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain.parallel.exchange import Exchange, Receipt
 from hvdtrain.plan.actions import boundary
@@ -146,3 +146,29 @@ class Boundaries:
 
 def _is_all(rows: tuple[int, int], tensor: Tensor | None) -> bool:
     return tensor is not None and rows == (0, len(tensor))
+
+
+def to_channels_last(module: nn.Module) -> None:
+    """Give tensors of four dimensions channels_last format; Module.to fails for those of five."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)
+
+
+def keeping_format(activations: Tensor) -> Tensor:
+    """Return activations whose gradient will have channels_last format if they have it.
+
+    The gradient of a Flatten has not. The component before it would then compute its backward in
+    two formats, with copies of larger tensors than this one.
+    """
+    if activations.requires_grad and activations.dim() == 4 and _is_channels_last(activations):
+        activations.register_hook(_as_channels_last)
+    return activations
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _as_channels_last(gradient: Tensor) -> Tensor:
+    return gradient.contiguous(memory_format=torch.channels_last)

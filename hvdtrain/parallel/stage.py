@@ -20,8 +20,8 @@ from hvdtrain.device import Mark
 from hvdtrain.models import extrastate
 from hvdtrain.options.decay import KINDS, is_exempt
 from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
+from hvdtrain.parallel.boundary import keeping_format
 from hvdtrain.parallel.checksums import digest, fingerprint
-from hvdtrain.parallel.memoryformat import keeping_format
 from hvdtrain.parallel.resident import Resident
 from hvdtrain.sync.gradients import Gradients
 from hvdtrain.sync.meetings import Meetings, NoMeetings

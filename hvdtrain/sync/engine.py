@@ -2,7 +2,7 @@
 
 from hvdtrain import world as worlds
 from hvdtrain.errors import UsageError
-from hvdtrain.host.installed import has_horovod
+from hvdtrain.host.launchers import has_horovod
 from hvdtrain.options.syncoptions import Library
 from hvdtrain.options.syncrequest import NO_HIERARCHY
 from hvdtrain.sync.collectives import Collectives, HorovodCollectives

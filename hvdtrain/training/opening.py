@@ -9,7 +9,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.configfile import public
 from hvdtrain.engine.session import Session
 from hvdtrain.errors import UsageError
-from hvdtrain.host import quiet
+from hvdtrain.host import output
 from hvdtrain.host.ownership import LAUNCHED, process_start, since_boot
 from hvdtrain.training.precheck import NO_TENSORFLOW
 from hvdtrain.training.run import Run
@@ -57,7 +57,7 @@ def open_session(config: TrainConfig, world: World, mark: Callable[[str], None])
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if find_spec("tensorflow") is None:
             raise UsageError(NO_TENSORFLOW)
-        with quiet.without(quiet.TENSORFLOW_REMARKS):
+        with output.without(output.TENSORFLOW_REMARKS):
             from hvdtrain.backends.tensorflow import opening
         mark("framework")
         session: Session = opening.open_session(config, world)

@@ -1,30 +1,45 @@
 """Construction of one rank's stages of a plan: modules, gradients, optimizers, boundaries."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain import device as devices
+from hvdtrain import world as worlds
 from hvdtrain.backends.pytorch.agreement import open_groups, stage_gradients, stage_meetings
 from hvdtrain.backends.pytorch.optimizers import make_optimizer
-from hvdtrain.backends.pytorch.servers import served_part
 from hvdtrain.config import TrainConfig
 from hvdtrain.emulate.components import sleep_in_updates
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.options import decay
-from hvdtrain.options.syncrequest import Server
+from hvdtrain.options.syncrequest import Server as ServerRequest
 from hvdtrain.parallel.batchnorm import synchronise
-from hvdtrain.parallel.boundary import Form
+from hvdtrain.parallel.boundary import Form, to_channels_last
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.memoryformat import to_channels_last
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.recompute import recomputed_components
-from hvdtrain.sync.gradients import SerialGradients
+from hvdtrain.sync.collectives import Alone, Collectives
+from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
 from hvdtrain.sync.local import Trained
+from hvdtrain.sync.messages import Wire
+from hvdtrain.sync.mpi import MPICollectives
+from hvdtrain.sync.server import (
+    ArrivingUpdates,
+    ServedGradients,
+    Server,
+    SummedUpdates,
+    Updates,
+    keep_only,
+    rate_by_delay,
+    rate_by_share,
+)
+from hvdtrain.sync.slices import Slice, slices_of
+from hvdtrain.sync.states import States
+from hvdtrain.sync.worker import AveragedStatistics, PushedGradients, PushOptimizer, Worker
 from hvdtrain.world import World
 
 PROBED_IMAGES = 2  # a batch of one image does not show its memory format
@@ -40,7 +55,7 @@ def build_parts(
     device: torch.device,
 ) -> dict[int, Part]:
     """Return this rank's part of each stage that it holds, by stage number. Collective."""
-    if isinstance(config.sync_request, Server):
+    if isinstance(config.sync_request, ServerRequest):
         # Each rank builds the only stage; servers lose what they do not hold.
         models = _models(config, plan, components, plan.stages[0].ranks[0], device)
         optimizer = partial(stage_optimizer, config)
@@ -203,3 +218,87 @@ def _synchronise(
             layers = [synchronise(component, gather) for component in components]
             synchronised |= {number} if sum(layers) else set()
     return frozenset(synchronised)
+
+
+MakeOptimizer = Callable[[StageModel], torch.optim.Optimizer | None]
+
+
+def served_part(
+    config: TrainConfig,
+    request: ServerRequest,
+    model: StageModel,
+    world: World,
+    make_optimizer: MakeOptimizer,
+) -> Part:
+    """Return this rank's part. Collective.
+
+    Args:
+        model: the whole model; that of a server loses what the server does not hold.
+
+    Raises:
+        UsageError: if there are more servers than parameters.
+    """
+    workers = config.workers_of(world.size)
+    slices = _slices(model.parameters(), config.servers)
+    everyone, training = tuple(range(world.size)), tuple(range(workers))
+    worlds.communicator_among(everyone)
+    worlds.communicator_among(training)
+    wire = Wire(worlds.communicator_for(everyone, "servers"))
+    if world.rank >= workers:
+        held = slices[world.rank - workers]
+        keep_only(model.components, held.named)
+        return _server_part(request, model, held, wire, workers, make_optimizer)
+    group = MPICollectives(training, world.rank, "workers") if workers > 1 else Alone()
+    return _worker_part(request, model, slices, wire, everyone[workers:], group)
+
+
+def _slices(parameters: Mapping[str, nn.Parameter], servers: int) -> list[Slice]:
+    if len(parameters) < servers:
+        raise UsageError(
+            f"--servers {servers} hold whole parameters, but the model has only "
+            f"{len(parameters)}: use at most --servers {max(1, len(parameters))}"
+        )
+    return slices_of(parameters, servers)
+
+
+def _server_part(
+    request: ServerRequest,
+    model: StageModel,
+    held: Slice,
+    wire: Wire,
+    workers: int,
+    make_optimizer: MakeOptimizer,
+) -> Part:
+    optimizer = make_optimizer(model)
+    assert optimizer is not None, "a server has a parameter"
+    gradients = ServedGradients(model.parameters())
+    part = Part(model, gradients, optimizer, is_first_replica=False)
+    updates: Updates
+    if request.staleness == 0:
+        updates = SummedUpdates(held, optimizer, workers)
+    else:
+        rate_of = rate_by_delay if request.staleness is None else rate_by_share
+        updates = ArrivingUpdates(held, optimizer, rate_of)
+    part.meetings = Server(held, updates, wire, workers, request.staleness)
+    return part
+
+
+def _worker_part(
+    request: ServerRequest,
+    model: StageModel,
+    slices: list[Slice],
+    wire: Wire,
+    servers: tuple[int, ...],
+    group: Collectives,
+) -> Part:
+    states = States(model.states, model.put)
+    shared: Gradients | None = None
+    statistics: AveragedStatistics | None = None
+    if request.staleness == 0:
+        shared = ReplicatedGradients({}, model.statistics(), states, group)
+    else:
+        statistics = AveragedStatistics(model.statistics(), states, group)
+    gradients = PushedGradients(model.parameters(), shared)
+    meetings = Worker(gradients, slices, servers, wire, group.size, request.staleness, statistics)
+    optimizer = PushOptimizer(gradients.parameters, meetings.push)
+    return Part(model, gradients, optimizer, meetings, is_first_replica=group.place == 0)

@@ -9,10 +9,9 @@ import torch
 
 from hvdtrain import models
 from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
-from hvdtrain.backends.pytorch.build import build_runtime
+from hvdtrain.backends.pytorch.build import agree_on_values, build_runtime
 from hvdtrain.backends.pytorch.migration import TorchMigration
 from hvdtrain.backends.pytorch.parts import check_compiler
-from hvdtrain.backends.pytorch.ready import agree_on_values
 from hvdtrain.backends.pytorch.remarks import Trial, chosen_precision, remarks_of
 from hvdtrain.backends.pytorch.residence import resident_images
 from hvdtrain.backends.pytorch.session import (

@@ -13,11 +13,17 @@ from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps, make_strateg
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.engine.dataset import shared_index
-from hvdtrain.engine.feed import check_images, check_started, normalisation, open_splits, staged
+from hvdtrain.engine.feed import (
+    check_images,
+    check_started,
+    normalisation,
+    open_splits,
+    staged,
+)
 from hvdtrain.engine.session import Device
 from hvdtrain.errors import UsageError
 from hvdtrain.health.failure import patience, stalled
-from hvdtrain.host import quiet
+from hvdtrain.host import output
 from hvdtrain.host.activity import Activity
 from hvdtrain.keras.ranks import (
     before_any_model,
@@ -94,7 +100,7 @@ def _devices(config: TrainConfig, world: World) -> tuple[Any, int]:
     available = len(tf.config.list_physical_devices("GPU"))
     if config.device == "cuda" and not available:
         raise UsageError("--device cuda: TensorFlow sees no GPU on this host: use --device cpu")
-    with before_any_model(), quiet.without(quiet.TENSORFLOW_REMARKS):
+    with before_any_model(), output.without(output.TENSORFLOW_REMARKS):
         use_own_threads(world)
         if config.device == "cpu":
             if available:

@@ -20,7 +20,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import CheckFailed, UsageError
 from hvdtrain.health import failure
 from hvdtrain.host import harmless
-from hvdtrain.host.installed import has_horovod
+from hvdtrain.host.launchers import has_horovod
 from hvdtrain.host.poll import wait_until
 from hvdtrain.host.stop import STOP_SIGNALS, end_with_parent
 from hvdtrain.planner import choose, profilefile

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hvdtrain import launch
 from hvdtrain.errors import UsageError
-from hvdtrain.host.installed import has_horovod
+from hvdtrain.host.launchers import has_horovod
 from hvdtrain.options.syncoptions import Library
 from hvdtrain.study.collectives import report
 from hvdtrain.study.collectives.arms import Arm, arms, images_for

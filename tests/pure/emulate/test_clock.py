@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hvdtrain.emulate.clock import Clock
-from hvdtrain.emulate.device import Flight, Hardware
+from hvdtrain.emulate.device import Clock, Flight, Hardware
 from hvdtrain.planner.clusters import PRESETS
 from hvdtrain.planner.events import DEVICES, LINKS, Event
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import cli, models
-from hvdtrain.check.mixing import Mixing, find_mixing
+from hvdtrain.check.plan import Mixing, find_mixing
 from hvdtrain.errors import CheckFailed
 from hvdtrain.models.component import Component
 

@@ -9,8 +9,7 @@ import torch
 from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.emulate import emulation as emulations
-from hvdtrain.emulate.clock import Clock
-from hvdtrain.emulate.device import Hardware
+from hvdtrain.emulate.device import Clock, Hardware
 from hvdtrain.emulate.emulation import Emulation
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import build_component

@@ -20,7 +20,7 @@ from torch import nn
 
 from hvdtrain import TrainConfig, TrainResult, cli, data, evaluate, export, load, predict, train
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
-from hvdtrain.use import graph
+from hvdtrain.use import export as exporting
 from tests.conftest import program_environment
 
 CLASSES, STORED, SIZE = 7, 12, 8
@@ -327,7 +327,7 @@ def test_exports_that_cannot_be_are_one_line_and_leave_no_file(
 ) -> None:
     message = refusal(partial(export, run.run, tmp_path / "model.h5"), UsageError)
     assert "the suffix decides the form: use .pth or .pt (weights), .onnx, or .pt2" in message
-    monkeypatch.setattr(graph, "ONNX_PACKAGES", ("onnx", "no_such_package"))
+    monkeypatch.setattr(exporting, "ONNX_PACKAGES", ("onnx", "no_such_package"))
     message = refusal(partial(export, run.run, tmp_path / "model.onnx"), UsageError)
     assert message == "a file of ONNX needs no_such_package: pip install no_such_package"
     assert not list(tmp_path.iterdir())
