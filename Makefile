@@ -8,9 +8,9 @@
 #   make setup TORCH_INDEX=URL    one more package index for PyTorch. PyPI's own build has CUDA; the
 #                                 small CPU build is in https://download.pytorch.org/whl/cpu
 #   make setup TENSORFLOW=cuda    TensorFlow with CUDA, for --plan mirrored:N on NVIDIA GPUs
-#   make test                     ruff, mypy, and all tests except the slow ones of make proof
-#   make proof                    the slow tests: every plan on 1 to 4 ranks, long series of kills, a
-#                                 site's MPI, torch.compile
+#   make test                     ruff, mypy, and the tests that take minutes together
+#   make proof                    slower tests: every plan on 3 and 4 ranks, kills and hangs
+#   make weekly                   the slowest: every way to die, each page, Slurm, a site's MPI
 #   make docs                     build the site of docs/ into .venv/site
 #   make lint | demo | clean | benchmarks DATA=DIR TO=DIR
 #
@@ -21,7 +21,7 @@
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: setup test test-gpu proof lint benchmarks demo docs clean
+.PHONY: setup test test-gpu proof weekly lint benchmarks demo docs clean
 
 VENV := .venv
 PYTHON := python3
@@ -101,8 +101,8 @@ endif
 	            "TensorFlow trains on one rank; for Horovod, fix what the line above names, then run make setup again" >&2; }
 
 # Python must not write bytecode into the source folders.
-lint test proof demo: export PYTHONDONTWRITEBYTECODE := 1
-lint test proof demo: export HYPOTHESIS_STORAGE_DIRECTORY := $(abspath .venv/cache/hypothesis)
+lint test proof weekly demo: export PYTHONDONTWRITEBYTECODE := 1
+lint test proof weekly demo: export HYPOTHESIS_STORAGE_DIRECTORY := $(abspath .venv/cache/hypothesis)
 
 lint: setup
 	@$(bin)/ruff check --quiet
@@ -123,10 +123,13 @@ define tests
 endef
 
 test: lint
-	$(call tests,not proof)
+	$(call tests,not proof and not weekly)
 
 proof: setup
-	$(call tests,proof)
+	$(call tests,proof and not weekly)
+
+weekly: setup
+	$(call tests,weekly)
 
 test-gpu: setup
 	@$(bin)/python -m pytest -v tests/gpu

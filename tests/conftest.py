@@ -59,6 +59,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         warm.close_folder()
 
 
+# [mark, start of a name] of tests that take long.
+LATER = [
+    line.split(" ", 1)
+    for line in (ROOT / "tests" / "later.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    mark = next((mark for mark, start in LATER if item.nodeid.startswith(start)), None)
+    if mark is not None:
+        item.own_markers[:] = [
+            marker for marker in item.own_markers if marker.name not in ("proof", "weekly")
+        ]
+        item.add_marker(mark)
+
+
 @pytest.hookimpl(trylast=True)  # after the selection by -m and -k
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = [(str(item.path), item.nodeid) for item in items]
