@@ -21,7 +21,6 @@ from hvdtrain.options.parser import Parser, add_config, add_dataclass
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.setup.options import ABOUT as SETUP
 from hvdtrain.setup.options import SetupOptions
-from hvdtrain.study.collectives.options import StudyOptions
 from hvdtrain.study.options import ReportOptions
 from hvdtrain.study.paper_b.options import PaperBOptions
 
@@ -45,7 +44,6 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "report": jobs.report,
     "reproduce paper-a": jobs.reproduce_paper_a,
     "reproduce paper-b": jobs.reproduce_paper_b,
-    "reproduce collectives": jobs.reproduce_collectives,
     "plan show": plans.plan_show,
     "plan simulate": plans.plan_simulate,
     "plan check": plans.plan_check,
@@ -62,10 +60,6 @@ PRINTED = {
 PAPER_B = (
     "Compare data, model, hybrid and adaptive parallelism. Writes table I measured here and "
     "predicted for the paper's machine, figures, and verdicts on the claims of arXiv 2503.23186."
-)
-COLLECTIVES = (
-    "Compare the algorithms of all-reduces. Writes their time against bytes, the crossovers and "
-    "the training step, each measured and predicted, with verdicts."
 )
 DIR, DEST, RUN = "DIR", "DEST", "RUN"  # metavars that shell completion treats as paths
 RUNS = "run folders, or folders of them"
@@ -135,8 +129,7 @@ def _parser() -> Parser:
     commands.add_subcommand("report", _report())
     papers = _group(commands, "reproduce", "Repeat a published experiment, and write its tables.")
     papers.add_subcommand("paper-a", _paper_a())
-    studies = {"paper-b": (PaperBOptions, PAPER_B), "collectives": (StudyOptions, COLLECTIVES)}
-    _add_commands(papers, studies)
+    _add_commands(papers, {"paper-b": (PaperBOptions, PAPER_B)})
     _add_commands(
         _group(commands, "plan", "Look at a plan: which ranks hold what, and when they work."),
         PLAN_COMMANDS,

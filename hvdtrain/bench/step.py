@@ -6,7 +6,7 @@ control messages. The rest is time that nothing else counts: Python between the 
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice, pairwise
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from hvdtrain import world
 from hvdtrain.backends.pytorch.session import TorchSession
 from hvdtrain.backends.pytorch.setup import model_components, open_session
-from hvdtrain.bench.operations import mean_over_ranks, operation_seconds
 from hvdtrain.bench.options import StepConfig
 from hvdtrain.check.verify import CHECKS
 from hvdtrain.data import order
@@ -29,13 +29,14 @@ from hvdtrain.engine.control import Control, Flags, Vitals
 from hvdtrain.engine.feed import Feed, requests, training_feeder
 from hvdtrain.engine.session import PendingStep, StepOutcome
 from hvdtrain.errors import Interrupted, Preempted, UsageError
+from hvdtrain.host.output import PROFILER_REMARKS, without
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.runtime import TRANSFERS
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
 from hvdtrain.parallel.step import Step, read_later
 from hvdtrain.plan.actions import COMPUTE
-from hvdtrain.plan.marks import StepMarks, StepSeconds
+from hvdtrain.plan.marks import StepMarks
 from hvdtrain.planner.chain import Chain, Link, without_gathering
 
 WARM_UP, PROFILED = 3, 3  # steps before the timed ones, and after them
@@ -213,10 +214,13 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
             loaded = mark(device)
             step = session.runtime.train(Step(program, feed.images, feed.labels))
             flags = Flags(stop.interrupted, stop.preempted)
-            pending = PendingStep(samples, partial(_outcome, read_later(step, device)))
+            read = read_later(step, device)
+            pending = PendingStep(samples, lambda: StepOutcome(*read()))
             agreed, _ = control.post(pending, flags, Vitals(0.0, 0.0))
             if agreed is not None and agreed.stop is not None:
-                _leave(agreed.stop)
+                world.stop()
+                kind = Interrupted if agreed.stop == Interrupted.exit_code else Preempted
+                raise kind("nothing was measured")
             return began, loaded, step.marks
 
         session.world.barrier()
@@ -229,27 +233,16 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
     synchronize(device)
     seconds = [later - earlier for earlier, later in pairwise(ends)]
     for began, loaded, marks in steps:
-        _count(totals, marks.seconds(), loaded - began)
+        step_seconds = marks.seconds()
+        busy = step_seconds.spent
+        totals["data"] += loaded - began
+        totals["compute"] += sum(busy[kind] for kind in (*COMPUTE, "LOAD", "STEP"))
+        totals["communication"] += sum(busy[kind] for kind in TRANSFERS)
+        totals["communication"] += step_seconds.exposed + step_seconds.transfer
+        totals["bubble"] += step_seconds.bubble
     spent = {name: total / count for name, total in totals.items()}
     spent["rest"] += max(0.0, statistics.mean(seconds) - sum(spent.values()))
     return _Times(seconds, spent, operations)
-
-
-def _leave(code: int) -> None:
-    world.stop()
-    raise (Interrupted if code == Interrupted.exit_code else Preempted)("nothing was measured")
-
-
-def _outcome(read: Callable[[], tuple[float, bool]]) -> StepOutcome:
-    return StepOutcome(*read())
-
-
-def _count(totals: dict[str, float], step: StepSeconds, waited: float) -> None:
-    totals["data"] += waited
-    totals["compute"] += sum(step.spent[kind] for kind in (*COMPUTE, "LOAD", "STEP"))
-    handing = sum(step.spent[kind] for kind in TRANSFERS)
-    totals["communication"] += handing + step.exposed + step.transfer
-    totals["bubble"] += step.bubble
 
 
 def _my_components(session: TorchSession) -> dict[str, tuple[float, float]]:
@@ -375,3 +368,32 @@ def _seconds(left: Tensor, right: Tensor, out: Tensor) -> float:
     started = now(left.device)
     torch.mm(left, right, out=out)
     return now(left.device) - started
+
+
+def operation_seconds(
+    step: Callable[[], object], steps: int, device: torch.device
+) -> dict[str, float]:
+    """Run steps under the profiler, and return the seconds per step of each operation.
+
+    An operation has the time of its calls without the operations that they call. On a GPU the
+    steps run, too, and nothing is returned: there an operation on the host only starts work.
+    """
+    if is_gpu(device):
+        for _ in range(steps):
+            step()
+        return {}
+    with without(PROFILER_REMARKS), profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for _ in range(steps):
+            step()
+    return {
+        event.key.removeprefix("aten::"): event.self_cpu_time_total / 1e6 / steps
+        for event in profiled.key_averages()
+    }
+
+
+def mean_over_ranks(seconds: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Return the mean seconds of each operation, longest first."""
+    by_rank = list(seconds)
+    names = {name for times in by_rank for name in times}
+    means = {name: sum(times.get(name, 0.0) for times in by_rank) / len(by_rank) for name in names}
+    return dict(sorted(means.items(), key=lambda item: -item[1]))

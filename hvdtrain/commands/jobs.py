@@ -8,7 +8,6 @@ from hvdtrain.commands import as_json, in_one_process
 from hvdtrain.config import TrainConfig
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.options.parser import select_fields
-from hvdtrain.study.collectives.options import StudyOptions
 from hvdtrain.study.paper_b.options import PaperBOptions
 
 
@@ -80,16 +79,6 @@ def reproduce_paper_b(arguments: Sequence[str], **values: Any) -> int:
     in_one_process("reproduce paper-b")
     options = PaperBOptions(**values).check()
     from hvdtrain.study.paper_b import study
-
-    print(study.reproduce(options, _say))
-    return 0
-
-
-def reproduce_collectives(arguments: Sequence[str], **values: Any) -> int:
-    """Measure all-reduces and training steps by algorithm, and write a report of the trade-off."""
-    in_one_process("reproduce collectives")
-    options = StudyOptions(**values).check()
-    from hvdtrain.study.collectives import study
 
     print(study.reproduce(options, _say))
     return 0

@@ -2,7 +2,7 @@
 
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,17 +43,6 @@ class Arm:
     config: TrainConfig
 
 
-def error_of(code: int, what: str) -> HvdtrainError:
-    """Return the error of ranks that ended with an exit code.
-
-    Args:
-        what: what is missing, such as "runs/1 stopped".
-    """
-    kind = KINDS.get(code, RankError)
-    first = "" if kind in (Interrupted, Preempted) else "fix the cause above, then "
-    return kind(f"{what}: {first}run the same command again to resume")
-
-
 def check_same(config: TrainConfig) -> None:
     """Raise UsageError if the run folder holds a run of other settings."""
     path = Path(config.run or "") / "config.yaml"
@@ -67,14 +56,11 @@ def check_same(config: TrainConfig) -> None:
             )
 
 
-def train(
-    config: TrainConfig, ranks: int, folder: Path, environment: Mapping[str, str] | None = None
-) -> None:
+def train(config: TrainConfig, ranks: int, folder: Path) -> None:
     """Train as `hvdtrain train --config` does, with this number of ranks on this machine.
 
     Args:
         folder: for the configuration file.
-        environment: variables for the ranks.
 
     Raises:
         HvdtrainError: the error of a run that failed; it resumes the next time.
@@ -84,9 +70,11 @@ def train(
     make_folder(folder)
     files.write_text(path, configfile.to_yaml(config), "the configuration", DataError)
     words = ["train", "--config", str(path), "--resume", "auto"]
-    outcome = launch.supervise(ranks, words, environment)
+    outcome = launch.supervise(ranks, words)
     if outcome.code:
-        raise error_of(outcome.code, f"{run} stopped")
+        kind = KINDS.get(outcome.code, RankError)
+        first = "" if kind in (Interrupted, Preempted) else "fix the cause above, then "
+        raise kind(f"{run} stopped: {first}run the same command again to resume")
 
 
 def make_folder(folder: Path) -> None:

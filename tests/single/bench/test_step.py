@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from hvdtrain.bench.operations import mean_over_ranks, operation_seconds
+from hvdtrain.bench.step import mean_over_ranks, operation_seconds
 
 
 def test_the_operations_of_steps_are_timed_and_their_sum_is_within_the_wall_time() -> None:
