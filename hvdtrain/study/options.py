@@ -5,7 +5,6 @@ import re
 from dataclasses import dataclass, field
 
 from hvdtrain.errors import UsageError
-from hvdtrain.host import files
 from hvdtrain.options.fields import about
 
 Range = tuple[float, float]
@@ -46,13 +45,6 @@ class ReportOptions:
             "runs of another cluster, version or setting: ratios to them by size", metavar="BASE"
         ),
     )
-    crate: str | None = field(
-        default=None,
-        metadata=about(
-            "also write report and runs as an RO-Crate, from which it can be made again",
-            metavar="FILE.zip",
-        ),
-    )
 
     def check(self) -> "ReportOptions":
         """Return the options themselves if every value is in range."""
@@ -65,10 +57,6 @@ class ReportOptions:
             raise UsageError(
                 f"--to-accuracy must be above 0 and at most 1, not {self.to_accuracy}"
             )
-        if self.compare is not None and self.crate is not None:
-            raise UsageError("--crate holds one study: use it without --compare, once for each")
-        if self.crate is not None:
-            files.check_target(self.crate, "--crate")
         self.carbon_grams()
         return self
 
@@ -85,15 +73,3 @@ class ReportOptions:
                 "most, such as 50-400"
             )
         return low, high
-
-    @property
-    def words(self) -> list[str]:
-        """The options of `hvdtrain report` that make the same report from the same runs."""
-        values = {
-            "efficiency": self.efficiency,
-            "price": self.price,
-            "energy-price": self.energy_price,
-            "co2": self.co2 and self.co2.replace(" ", ""),
-            "to-accuracy": self.to_accuracy,
-        }
-        return [f"--{name} {value}" for name, value in values.items() if value is not None]

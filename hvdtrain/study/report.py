@@ -10,7 +10,6 @@ from hvdtrain.errors import DataError
 from hvdtrain.host import files
 from hvdtrain.host.load import Disturbance
 from hvdtrain.study import agreement, comparison, energy, html, latex, plots, target
-from hvdtrain.study.crate import write as write_crate
 from hvdtrain.study.csvfiles import extra_p, runs_csv, sizes_csv
 from hvdtrain.study.finding import find
 from hvdtrain.study.lawtext import laws_text
@@ -61,10 +60,6 @@ def write(
         contents["comparison.csv"] = comparison.pairs_csv(pairs)
     for name, content in contents.items():
         files.write_text(folder / name, content, "the report", DataError)
-    if wanted.crate is not None:
-        written = [folder / name for name in (*contents, *pictures)]
-        written += [path.with_suffix(".pdf") for path in written if path.suffix == ".png"]
-        write_crate(Path(wanted.crate), written, study.names, wanted.words)
     return folder / "report.md"
 
 
