@@ -1,7 +1,6 @@
 """The files of a report: one page of HTML, tables for LaTeX, pictures, and a comparison."""
 
 import csv
-import json
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,17 +8,13 @@ from pathlib import Path
 import pytest
 from markdown import markdown
 
-from hvdtrain.errors import UsageError
-from hvdtrain.study import comparison, csvfiles, html, latex, report, tables, target
+from hvdtrain.study import comparison, html, latex, report, tables, target
 from hvdtrain.study.results import Epoch
 from hvdtrain.study.series import Series, arrange
 from tests.pure.study.test_results import write_run
 from tests.pure.study.test_series import a_run
 
-WHOLE = (
-    *("report.html", "report.md", "tables.tex", "runs.csv", "sizes.csv", "speedup.pdf"),
-    "extra-p.jsonl",
-)
+WHOLE = ("report.html", "report.md", "tables.tex", "runs.csv", "sizes.csv", "speedup.pdf")
 
 
 def write_study(folder: Path, factor: float = 1.0, sizes: Sequence[int] = (1, 2)) -> Path:
@@ -138,17 +133,6 @@ def test_the_time_to_an_accuracy_is_that_of_the_first_epoch_that_reached_it() ->
     assert "0 of 2" in target.section(series, 0.9)
 
 
-def test_all_repeats_are_exported_for_extra_p() -> None:
-    lines = [json.loads(line) for line in csvfiles.extra_p(all_series()).splitlines()]
-    steps = [line for line in lines if line["metric"] == "seconds of steps"]
-    assert [line["params"] for line in steps] == [{"ranks": 1}, {"ranks": 2}, {"ranks": 4}]
-    assert steps[0]["value"] == pytest.approx([10.0, 1000 / 101, 1000 / 102])
-    assert {line["callpath"] for line in lines} == {
-        "series 1: cnn, dp, fp32, strong scaling, batch 64"
-    }
-    assert len(lines) == 3 * len(csvfiles.EXTRA_P_METRICS)
-
-
 def test_runs_that_trained_nothing_are_left_out(tmp_path: Path) -> None:
     runs = write_study(tmp_path / "runs")
     (write_run(runs / "unfinished", 2, 50.0, [5.0] * 2) / "summary.json").unlink()
@@ -175,25 +159,20 @@ def test_predictions_of_the_planner_are_beside_what_was_measured(tmp_path: Path)
     assert cells[3].startswith("-10.0% (")
 
 
-def test_energy_has_its_price_and_co2_and_what_is_estimated_says_so(tmp_path: Path) -> None:
+def test_energy_is_what_counters_counted_and_what_is_estimated_says_so(tmp_path: Path) -> None:
     joules = {"RAPL": {"package-0": 7.2e6}}
     lines = [{"host": "a", "seconds": 101.0, "missing": [], "joules": joules}]
     runs = tmp_path / "runs"
     for seed in range(3):
         write_run(runs / f"1-seed={seed}", 1, 100.0, [100.0] * 2, seed=seed, energy=lines)
         write_run(runs / f"2-seed={seed}", 2, 190.0, [55.0] * 2, seed=seed)
-    report.write([str(runs)], str(tmp_path / "report"), energy_price=0.3, co2="50-400")
+    report.write([str(runs)], str(tmp_path / "report"))
     text = (tmp_path / "report" / "report.md").read_text()
     head, _, *rows = text.split("Nothing is estimated but what says so")[1].splitlines()[2:6]
     cells = dict(zip(head.split(" | "), rows[0].split(" | "), strict=True))
-    assert cells["price of a run's energy"] == "0.6", "two kilowatt-hours"
-    assert cells["grams of CO2 of a run"] == "100 to 800"
+    assert cells["watts"].startswith("71,287.1"), "7.2 MJ in 101 s"
     assert rows[0].endswith("RAPL |")
-    assert rows[1].count(" - ") >= 4, "what was not counted is not estimated"
-    with pytest.raises(UsageError, match="--co2 400-50 is not understood"):
-        report.write([str(runs)], str(tmp_path / "report"), co2="400-50")
-    with pytest.raises(UsageError, match="--energy-price must be 0 or more"):
-        report.write([str(runs)], str(tmp_path / "report"), energy_price=-1.0)
+    assert rows[1].count(" - ") == 3, "what was not counted is not estimated"
 
 
 NAMES = (
