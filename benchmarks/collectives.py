@@ -29,12 +29,11 @@ from typing import Any, NamedTuple
 
 import common
 import numpy as np
-from hvdtrain.host.installed import has_horovod
 from scipy import optimize
 
 from hvdtrain import world
 from hvdtrain.host import load
-from hvdtrain.host.launchers import ALGORITHMS
+from hvdtrain.host.launchers import ALGORITHMS, has_horovod
 from hvdtrain.host.poll import wait_until
 from hvdtrain.launch import mpirun
 from hvdtrain.study.statistics import Estimate, ratio

@@ -29,7 +29,7 @@ def doctor(arguments: Sequence[str], json: bool, job: bool) -> int:
 
 
 def setup(arguments: Sequence[str], **values: Any) -> int:
-    """Install mpi4py and Horovod for this environment, from the network or a bundle."""
+    """Install mpi4py and Horovod for this environment."""
     in_one_process("setup")
     options = SetupOptions(**values).check()
     from hvdtrain.setup import run

@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.setup import environment, nccl, progress, source, toolchain
@@ -33,15 +33,6 @@ MEMORY_PER_JOB = 2 * 2**30  # bytes a C++ compiler needs on PyTorch's and Tensor
 _KEPT = frozenset(
     {"HOROVOD_CMAKE", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_BUILD_CUDA_CC_LIST"}
 )
-
-
-@dataclass(frozen=True)
-class Built:
-    """A wheel of Horovod, all that it was built with, and its MPI."""
-
-    wheel: Path
-    parts: dict[str, str]
-    mpi: toolchain.Mpi
 
 
 def cached_wheel(folder: Path) -> Path | None:
@@ -142,16 +133,6 @@ def build(parts: dict[str, str], mpi: toolchain.Mpi, pip: Pip, work: Path) -> Pa
     return next(work.glob("horovod-*.whl"))
 
 
-def install_builders(pip: Pip) -> None:
-    """Install the Python packages of the build that this environment lacks.
-
-    Raises:
-        CommandFailed: pip failed.
-    """
-    if missing := toolchain.missing_build_packages():
-        pip.install(f"installing {', '.join(missing)}", *missing)
-
-
 def download_source(pip: Pip, to: Path) -> None:
     """Download the source of Horovod, whose hash pip checks before it executes any of it.
 
@@ -239,7 +220,8 @@ def make(parts: dict[str, str], mpi: toolchain.Mpi, cache: Path, pip: Pip) -> Pa
         return wheel
     toolchain.check_builders()
     environment.check_space([(Path(tempfile.gettempdir()), BUILD_BYTES)])
-    install_builders(pip)
+    if missing := toolchain.missing_build_packages():
+        pip.install(f"installing {', '.join(missing)}", *missing)
     listed = ", ".join(f"{name} {value}" for name, value in parts.items() if value)
     print(f"building a new wheel: {listed}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as work:

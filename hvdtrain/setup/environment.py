@@ -17,8 +17,6 @@ from hvdtrain.setup import progress
 
 MAKE_ONE = "make an environment of your own with python3 -m venv DIR, and install hvdtrain in it"
 OTHER_DISK = "choose another disk (TMPDIR for temporary files, --cache for wheels)"
-# Variables of pip that do not name a source of packages.
-_NOT_A_SOURCE = ("PIP_BREAK_SYSTEM_PACKAGES", "PIP_CACHE_DIR", "PIP_NO_COMPILE")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -29,29 +27,17 @@ class Pip:
     Attributes:
         log: file that receives its output.
         constraint: file with the versions that packages must have.
-        folder: the only source of packages, where there is no network.
         variables: further environment variables.
     """
 
     log: Path
     constraint: Path | None = None
-    folder: Path | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables of a command of pip, and of those it starts."""
-        kept = dict(os.environ)
-        if self.folder is not None:
-            kept = {
-                k: v for k, v in kept.items() if not k.startswith("PIP_") or k in _NOT_A_SOURCE
-            }
-            kept |= {
-                "PIP_CONFIG_FILE": os.devnull,
-                "PIP_NO_INDEX": "1",
-                "PIP_FIND_LINKS": self.folder.as_uri(),
-            }
         quiet = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
-        return kept | quiet | dict(self.variables)
+        return os.environ | quiet | dict(self.variables)
 
     def run(self, title: str, command: str, *arguments: str) -> None:
         """Run a command of pip and show its progress.

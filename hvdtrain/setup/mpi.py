@@ -92,24 +92,13 @@ def loaded_folders() -> set[Path]:
 def build_mpi4py(cache: Path, pip: Pip) -> None:
     """Build mpi4py for the mpicc in PATH, and install it in place of another one.
 
-    Raises:
-        MissingPiece: there is no mpicc, or no compiler.
-        CommandFailed: pip failed.
-    """
-    toolchain.find_compiler()
-    mpicc, options = build_options(cache)
-    building = replace(pip, variables=dict(pip.variables) | {"MPICC": mpicc})
-    building.install(f"building mpi4py for {mpicc}", "--force-reinstall", *options, MPI4PY)
-
-
-def build_options(cache: Path) -> tuple[str, list[str]]:
-    """Return the mpicc in PATH, and the options of pip that build mpi4py for it alone.
-
     pip's own cache may hold an mpi4py that was built for another MPI, so each MPI has a cache.
 
     Raises:
-        MissingPiece: there is no mpicc, or it does not work.
+        MissingPiece: there is no mpicc, or no compiler, or one does not work.
+        CommandFailed: pip failed.
     """
+    toolchain.find_compiler()
     mpicc = toolchain.require_program(
         "mpicc", "there is no MPI compiler; module load openmpi, or apt install libopenmpi-dev"
     )
@@ -118,4 +107,6 @@ def build_options(cache: Path) -> tuple[str, list[str]]:
     folder = cache / f"mpi4py-{key}"
     with contextlib.suppress(OSError):  # pip does without a cache that it cannot write
         folder.mkdir(parents=True, exist_ok=True)
-    return mpicc, ["--cache-dir", str(folder), "--no-deps", "--no-binary", "mpi4py"]
+    options = ["--cache-dir", str(folder), "--no-deps", "--no-binary", "mpi4py"]
+    building = replace(pip, variables=dict(pip.variables) | {"MPICC": mpicc})
+    building.install(f"building mpi4py for {mpicc}", "--force-reinstall", *options, MPI4PY)

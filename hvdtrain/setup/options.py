@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.errors import UsageError
-from hvdtrain.host import files
 from hvdtrain.options.fields import about
 from hvdtrain.setup import toolchain
 
@@ -27,8 +26,6 @@ class SetupOptions:
         tensorflow: build for TensorFlow too, where it is installed.
         cache: folder that keeps wheels.
         constraint: file with the versions that packages must have, as of pip.
-        offline: bundle to install from, without network.
-        bundle: file to write the bundle to, after the set-up.
     """
 
     mpi: Literal["wheel", "system"] | None = field(
@@ -68,17 +65,6 @@ class SetupOptions:
         default=None,
         metadata=about("file with versions that packages must have, as of pip", metavar="FILE"),
     )
-    offline: str | None = field(
-        default=None, metadata=about("bundle to install from, without network", metavar="BUNDLE")
-    )
-    bundle: str | None = field(
-        default=None,
-        metadata=about(
-            "write a bundle of this environment after the set-up, for --offline on machines "
-            "without network",
-            metavar="FILE",
-        ),
-    )
 
     def check(self) -> "SetupOptions":
         """Refuse options that cannot work, before anything is changed.
@@ -86,15 +72,11 @@ class SetupOptions:
         Raises:
             UsageError: naming the option.
         """
-        if self.offline is not None and self.bundle is not None:
-            raise UsageError("--offline installs a bundle and --bundle writes one: give one only")
-        if self.bundle is not None:
-            files.check_target(self.bundle, "--bundle")
-        for name, path in (("--offline", self.offline), ("--constraint", self.constraint)):
-            if path is not None and not Path(path).is_file():
-                raise UsageError(f"{name} {path!r} is not a file: give the name of one")
-            if path is not None and not os.access(path, os.R_OK):
-                raise UsageError(f"{name} {path} is not readable: check its mode and owner")
+        if (path := self.constraint) is not None:
+            if not Path(path).is_file():
+                raise UsageError(f"--constraint {path!r} is not a file: give the name of one")
+            if not os.access(path, os.R_OK):
+                raise UsageError(f"--constraint {path} is not readable: check its mode and owner")
         if self.cache is not None:
             check_cache(self.cache)
         return self

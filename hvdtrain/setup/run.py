@@ -1,4 +1,4 @@
-"""The steps of a set-up: the MPI, mpi4py and Horovod, from the network or from a bundle."""
+"""The steps of a set-up: the MPI, mpi4py and Horovod."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain.errors import HvdtrainError, Interrupted, UsageError
-from hvdtrain.setup import build, bundle, environment, mpi, offline, source, toolchain
-from hvdtrain.setup.build import Built
+from hvdtrain.setup import build, environment, mpi, source, toolchain
 from hvdtrain.setup.environment import Pip
 from hvdtrain.setup.options import SetupOptions
 
@@ -30,14 +29,20 @@ def set_up(options: SetupOptions) -> str:
         environment.check()
         cache = options.cache_folder
         with pip_of(options, cache) as pip:
-            if options.offline is not None:
-                built = offline.install(Path(options.offline), options, cache, pip)
-                return next_steps(built)
-            built = _install(options, cache, pip)
-            if options.bundle is None:
-                return next_steps(built)
-            bundle.write(Path(options.bundle), built, cache, pip)
-            return next_steps(built) + bundle_steps(Path(options.bundle))
+            toolchain.torch_version()
+            kind = mpi.choose(options.mpi)
+            request = options.request(kind)
+            tensorflow = toolchain.tensorflow_version()
+            if tensorflow and not toolchain.supported_tensorflow():
+                oldest = ".".join(map(str, toolchain.TENSORFLOW_OLDEST))
+                print(
+                    f"{tensorflow} is older than {oldest}: building for PyTorch alone",
+                    file=sys.stderr,
+                )
+            library = mpi.prepare(kind, cache, pip)  # first: MPI sums gradients without Horovod
+            parts = toolchain.ingredients(request, library, toolchain.find_compiler())
+            build.install(build.make(parts, library, cache / "wheels", pip), pip)
+            return next_steps(parts, library)
 
 
 def wheel(options: SetupOptions) -> Path:
@@ -54,21 +59,6 @@ def wheel(options: SetupOptions) -> Path:
         parts = toolchain.ingredients(request, library, compiler)
         with pip_of(options, cache) as pip:
             return build.make(parts, library, cache / "wheels", pip)
-
-
-def _install(options: SetupOptions, cache: Path, pip: Pip) -> Built:
-    """Install mpi4py and Horovod, with what the network or the cache has."""
-    toolchain.torch_version()
-    kind = mpi.choose(options.mpi)
-    request = options.request(kind)
-    if (tensorflow := toolchain.tensorflow_version()) and not toolchain.supported_tensorflow():
-        oldest = ".".join(map(str, toolchain.TENSORFLOW_OLDEST))
-        print(f"{tensorflow} is older than {oldest}: building for PyTorch alone", file=sys.stderr)
-    library = mpi.prepare(kind, cache, pip)  # first: MPI sums gradients without Horovod
-    parts = toolchain.ingredients(request, library, toolchain.find_compiler())
-    horovod = build.make(parts, library, cache / "wheels", pip)
-    build.install(horovod, pip)
-    return Built(horovod, parts, library)
 
 
 @contextlib.contextmanager
@@ -116,11 +106,11 @@ def one_line_errors() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def next_steps(built: Built) -> str:
+def next_steps(parts: dict[str, str], library: toolchain.Mpi) -> str:
     """Return what is installed, and the next command."""
-    frameworks = f"PyTorch {built.parts['torch']}"
-    if built.parts["tensorflow"] != "none":
-        frameworks += f" and {built.parts['tensorflow']}"
+    frameworks = f"PyTorch {parts['torch']}"
+    if parts["tensorflow"] != "none":
+        frameworks += f" and {parts['tensorflow']}"
     program = Path(sys.prefix, "bin", "hvdtrain")
     folders = os.environ.get("PATH", "").split(os.pathsep)
     if str(program.parent) in folders:
@@ -130,16 +120,6 @@ def next_steps(built: Built) -> str:
     else:
         command = f"{program} doctor"
     return (
-        f"Horovod {source.VERSION} is set up for {frameworks}, with {built.mpi.version} "
-        f"({built.mpi.kind}).\nNext: {command}"
-    )
-
-
-def bundle_steps(path: Path) -> str:
-    """Return the commands that install a bundle on another machine."""
-    return (
-        f"\nBundle: {path} ({path.stat().st_size >> 20:,} MB). Copy it to the other machine, and "
-        f"run in a new environment there:\n  tar -xf {path.name} {bundle.own_wheel_name()}\n"
-        f"  python -m pip install --no-deps --no-index {bundle.own_wheel_name()}\n"
-        f"  python -m hvdtrain.setup --offline {path.name}"
+        f"Horovod {source.VERSION} is set up for {frameworks}, with {library.version} "
+        f"({library.kind}).\nNext: {command}"
     )

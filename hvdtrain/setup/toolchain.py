@@ -238,7 +238,7 @@ def mpi_library(wrapper: str) -> Path:
     """
     words = shlex.split(output_of([wrapper, "-show"]))
     folders = [word[2:] for word in words if word.startswith("-L")]
-    if compiler := find_program("c++"):  # there is none where a bundle is installed
+    if compiler := find_program("c++"):
         searched = re.search(r"libraries: =(.*)", output_of([compiler, "-print-search-dirs"]))
         folders += searched[1].split(":") if searched else []
     for folder in folders:

@@ -1,6 +1,5 @@
-"""The numbers of a scaling report as CSV, and for Extra-P."""
+"""The numbers of a scaling report as CSV."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,14 +28,6 @@ RUN_COLUMNS = (
     "accuracy",
     "core_hours",
 )
-
-EXTRA_P_METRICS = {
-    "seconds": "seconds",
-    "seconds of steps": "train_seconds",
-    "seconds of waiting for communication": "exposed",
-    "seconds of waiting in the pipeline": "bubble",
-    "seconds of waiting for data": "data",
-}
 
 
 def runs_csv(results: Sequence[Result]) -> str:
@@ -80,23 +71,3 @@ def sizes_csv(all_series: Sequence[Series], counts: Sequence[str]) -> str:
                 row += [agreement.median_count(size.runs, key) for key in counts]
             rows.append(row)
     return as_csv(heads, rows)
-
-
-def extra_p(all_series: Sequence[Series]) -> str:
-    """Return the seconds of all repeats as JSON Lines for Extra-P, which fits scaling models.
-
-    A series is a call path; the whole run, its steps, and parts of them are metrics.
-    Source: https://github.com/extra-p/extrap/blob/master/docs/file-formats.md.
-    """
-    lines = [
-        {
-            "params": {"ranks": size.ranks},
-            "callpath": f"series {place}: {series.title}",
-            "metric": metric,
-            "value": [float(getattr(run, attribute)) for run in size.runs],
-        }
-        for place, series in enumerate(all_series, 1)
-        for metric, attribute in EXTRA_P_METRICS.items()
-        for size in series.sizes
-    ]
-    return "".join(json.dumps(line) + "\n" for line in lines)

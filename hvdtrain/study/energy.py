@@ -1,13 +1,11 @@
-"""The energy of runs, its price and its CO2: what counters counted, by their names."""
+"""The energy of runs: what counters counted, by their names."""
 
-from hvdtrain.study.options import ReportOptions
 from hvdtrain.study.results import Result
 from hvdtrain.study.series import Series
 from hvdtrain.study.statistics import median
 from hvdtrain.study.tables import markdown_table, number
 from hvdtrain.study.target import seconds_to
 
-JOULES = 3.6e6  # of a kilowatt-hour
 ENERGY = (
     "Energy, evaluation included. RAPL counts whole processors and NVML all GPUs that the host "
     "shows, so on a shared host those of other jobs, too; neither counts memory, power supplies, "
@@ -17,7 +15,7 @@ ENERGY = (
 )
 
 
-def section(series: Series, options: ReportOptions, accuracy: float | None) -> str:
+def section(series: Series, accuracy: float | None) -> str:
     """Return a table of the energy of runs by size; empty if no run's was counted.
 
     Args:
@@ -27,7 +25,7 @@ def section(series: Series, options: ReportOptions, accuracy: float | None) -> s
     for size in series.sizes:
         runs = [run for run in size.runs if run.energy]
         row = {"ranks": str(size.ranks), "runs": str(len(runs))}
-        row |= _columns(runs, options, accuracy) if runs else {}
+        row |= _columns(runs, accuracy) if runs else {}
         row["counted by"] = " and ".join(sorted({name for run in runs for name in run.energy}))
         rows.append(row)
     if not any(row["counted by"] for row in rows):
@@ -42,7 +40,7 @@ def joules(run: Result) -> float:
     return sum(run.energy.values())
 
 
-def _columns(runs: list[Result], options: ReportOptions, accuracy: float | None) -> dict[str, str]:
+def _columns(runs: list[Result], accuracy: float | None) -> dict[str, str]:
     per_images = [1e3 * joules(run) / run.samples for run in runs]
     epochs = [joules(run) / len(run.epochs) for run in runs if run.epochs]
     columns = {
@@ -55,10 +53,4 @@ def _columns(runs: list[Result], options: ReportOptions, accuracy: float | None)
         until = [joules(run) * end / run.seconds for run, end in pairs if end is not None]
         name = f"joules until {accuracy:.2%} (estimated: the share of the run's time)"
         columns[name] = number(median(until), ",.0f") if until else "-"
-    used = median([joules(run) / JOULES for run in runs]).value
-    if options.energy_price is not None:
-        columns["price of a run's energy"] = f"{used * options.energy_price:.4g}"
-    if (carbon := options.carbon_grams()) is not None:
-        low, high = (used * grams for grams in carbon)
-        columns["grams of CO2 of a run"] = f"{low:.3g} to {high:.3g}"
     return columns

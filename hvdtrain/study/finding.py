@@ -17,12 +17,10 @@ class Found:
     Attributes:
         results: finished runs.
         left_out: a line for each other run.
-        names: names of all runs in texts, by folder: its path below the nearest folder of all.
     """
 
     results: list[Result]
     left_out: list[str]
-    names: dict[Path, str]
 
 
 def find(paths: list[str]) -> Found:
@@ -46,11 +44,11 @@ def find(paths: list[str]) -> Found:
     if not results:
         reasons = "; ".join(left_out[:3]) or "there is no config.yaml in or below it"
         raise UsageError(f"no run in {', '.join(paths)} can be reported: {reasons}")
-    return Found(results, left_out, names)
+    return Found(results, left_out)
 
 
 def _names(paths: list[str]) -> dict[Path, str]:
-    """Return the names of run folders, each of them once."""
+    """Return the names of run folders in texts: the path below the nearest folder of all."""
     folders: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.is_dir():

@@ -10,8 +10,7 @@ from hvdtrain.errors import DataError
 from hvdtrain.host import files
 from hvdtrain.host.load import Disturbance
 from hvdtrain.study import agreement, comparison, energy, html, latex, plots, target
-from hvdtrain.study.crate import write as write_crate
-from hvdtrain.study.csvfiles import extra_p, runs_csv, sizes_csv
+from hvdtrain.study.csvfiles import runs_csv, sizes_csv
 from hvdtrain.study.finding import find
 from hvdtrain.study.lawtext import laws_text
 from hvdtrain.study.methods import BIBTEX, methods
@@ -26,7 +25,6 @@ def write(
     runs: list[str],
     to: str,
     efficiency: float = ReportOptions.efficiency,
-    price: float | None = None,
     **others: Any,
 ) -> Path:
     """Write the report of these runs into the folder `to`; return the path of `report.md`.
@@ -35,14 +33,13 @@ def write(
         runs: run folders, or folders that contain some.
         to: folder for the report.
         efficiency: smallest efficiency that is worth paying for, above 0 to 1.
-        price: price of a core-hour, in any currency; None leaves costs out.
         others: further fields of `ReportOptions`, which are the options of `hvdtrain report`.
 
     Raises:
         UsageError: if there is no finished run, or a value is out of range.
         DataError: if the report cannot be written.
     """
-    wanted = ReportOptions(efficiency=efficiency, price=price, **others).check()
+    wanted = ReportOptions(efficiency=efficiency, **others).check()
     study = find(runs)
     results = study.results
     all_series, without = arrange(results)
@@ -61,10 +58,6 @@ def write(
         contents["comparison.csv"] = comparison.pairs_csv(pairs)
     for name, content in contents.items():
         files.write_text(folder / name, content, "the report", DataError)
-    if wanted.crate is not None:
-        written = [folder / name for name in (*contents, *pictures)]
-        written += [path.with_suffix(".pdf") for path in written if path.suffix == ".png"]
-        write_crate(Path(wanted.crate), written, study.names, wanted.words)
     return folder / "report.md"
 
 
@@ -77,7 +70,6 @@ def _contents(
         "report.html": html.page(text, folder),
         "tables.tex": latex.tables(all_series),
         "runs.csv": runs_csv(results),
-        "extra-p.jsonl": extra_p(all_series),
         "sizes.csv": sizes_csv(all_series, agreement.counts_shown(results)),
     }
 
@@ -194,10 +186,10 @@ def _section(series: Series, wanted: ReportOptions) -> str:
     if best.threads != base.threads:
         text += f" The best serial run has {_threads(best.threads)}."
     parts = [f"## {literal(series.title)}", text]
-    parts += [_table(series, wanted.price), _lost_table(series)]
+    parts += [_table(series), _lost_table(series)]
     parts += _predicted(series)
     accuracy = wanted.to_accuracy or target.expected(series)
-    if (text := energy.section(series, wanted, accuracy)) != "":
+    if (text := energy.section(series, accuracy)) != "":
         parts.append(text)
     if accuracy is not None:
         parts.append(target.section(series, accuracy))
@@ -206,7 +198,7 @@ def _section(series: Series, wanted: ReportOptions) -> str:
     return "\n\n".join(parts)
 
 
-def _table(series: Series, price: float | None) -> str:
+def _table(series: Series) -> str:
     epochs = max(len(run.epochs) for size in series.sizes for run in size.runs)
     rows = []
     for size in series.sizes:
@@ -229,8 +221,6 @@ def _table(series: Series, price: float | None) -> str:
             "accuracy": _accuracy(size),
             "core-hours": number(size.core_hours, ".4f"),
         }
-        if price is not None:
-            row["cost"] = f"{size.core_hours.value * price:.3g}"
         rows.append(row)
     return markdown_table(rows)
 

@@ -75,7 +75,7 @@ class Result:
         disturbances: what else used the cores, by host; empty if that was not recorded.
         energy: joules of all hosts by source, such as RAPL; empty unless every host was counted
             from the first step of the run to its end.
-        name: its name in texts, see `finding.Found`.
+        name: its name in texts: the path below the nearest folder of all runs.
     """
 
     path: Path

@@ -47,7 +47,7 @@ def test_a_sweep_of_three_sizes_and_two_repeats_ends_in_a_report(
     )
     assert "# time: about " in planned
     assert f"{runs}/ranks=2-seed=" in planned
-    cluster.run("hvdtrain", "report", runs, "--to", report, "--price", 0.02)
+    cluster.run("hvdtrain", "report", runs, "--to", report)
     text = (report / "report.md").read_text()
     assert "## cnn, dp, fp32, strong scaling, batch 64" in text
     assert "- Seeds: 5, 6." in text

@@ -1,29 +1,20 @@
 """The files of a report: one page of HTML, tables for LaTeX, pictures, and a comparison."""
 
 import csv
-import json
-import re
-import zipfile
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
-import yaml
 from markdown import markdown
 
-from hvdtrain.errors import DataError, UsageError
-from hvdtrain.study import comparison, csvfiles, html, latex, report, tables, target
+from hvdtrain.study import comparison, html, latex, report, tables, target
 from hvdtrain.study.results import Epoch
 from hvdtrain.study.series import Series, arrange
 from tests.pure.study.test_results import write_run
 from tests.pure.study.test_series import a_run
 
-WHOLE = (
-    *("report.html", "report.md", "tables.tex", "runs.csv", "sizes.csv", "speedup.pdf"),
-    "extra-p.jsonl",
-)
+WHOLE = ("report.html", "report.md", "tables.tex", "runs.csv", "sizes.csv", "speedup.pdf")
 
 
 def write_study(folder: Path, factor: float = 1.0, sizes: Sequence[int] = (1, 2)) -> Path:
@@ -119,57 +110,6 @@ def test_tables_for_latex_are_whole_and_literal() -> None:
             assert row.count("&") == len(latex.HEADS) - 1
 
 
-def test_a_report_made_again_from_its_crate_holds_the_same_bytes(tmp_path: Path) -> None:
-    runs = write_study(tmp_path / "there" / "runs")
-    (write_run(runs / "unfinished", 2, 50.0, [5.0, 5.0]) / "summary.json").unlink()
-    (write_run(runs / "broken", 2, 50.0, [5.0, 5.0]) / "summary.json").write_text("{")
-    packed_in = str(tmp_path / "crate.zip")
-    report.write([str(runs)], str(tmp_path / "report"), 0.6, 0.02, crate=packed_in)
-    crate = tmp_path / "elsewhere"
-    with zipfile.ZipFile(tmp_path / "crate.zip") as archive:
-        archive.extractall(crate)
-    report.write([str(crate / "runs")], str(tmp_path / "again"), 0.6, 0.02)
-    written = sorted(path.name for path in (tmp_path / "report").iterdir())
-    assert written == sorted(path.name for path in (tmp_path / "again").iterdir())
-    for name in written:
-        first, again, packed = (
-            (folder / name).read_bytes()
-            for folder in (tmp_path / "report", tmp_path / "again", crate)
-        )
-        assert first == again == packed, name
-    text = (tmp_path / "again" / "report.md").read_text()
-    assert "unfinished is not finished" in text
-    assert "broken cannot be read as a finished run" in text
-
-
-def test_a_crate_describes_all_its_files_and_holds_no_secrets(tmp_path: Path) -> None:
-    runs = write_study(tmp_path / "my runs")
-    write_run(runs / "a run", 2, 50.0, [5.0, 5.0], options={"on_alert": "curl https://secret"})
-    (tmp_path / "report").mkdir()
-    (tmp_path / "report" / "notes.md").write_text("private")
-    report.write([str(runs)], str(tmp_path / "report"), crate=str(tmp_path / "crate.zip"))
-    with zipfile.ZipFile(tmp_path / "crate.zip") as archive:
-        names = set(archive.namelist())
-        metadata = json.loads(archive.read("ro-crate-metadata.json"))
-        config = yaml.safe_load(archive.read("runs/a run/config.yaml"))
-    assert "on_alert" not in config
-    assert config["model"] == "cnn"
-    assert not any("notes" in name for name in names)
-    things = {thing["@id"]: thing for thing in metadata["@graph"]}
-    parts = {part["@id"] for part in things["./"]["hasPart"]}
-    assert parts == {quote(name) for name in names - {"ro-crate-metadata.json"}}
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", things["./"]["datePublished"])
-    assert all(things[name]["@type"] == "File" for name in parts)
-    action = things["#report"]
-    assert action["name"] == "hvdtrain report runs --to again --efficiency 0.75"
-    assert {part["@id"] for part in [*action["object"], *action["result"]]} == parts
-    for crate in ("", ".", str(tmp_path / "none" / "c.zip")):
-        with pytest.raises(UsageError, match="--crate"):
-            report.write([str(runs)], str(tmp_path / "report"), crate=crate)
-    with pytest.raises(UsageError, match="--crate holds one study"):
-        report.write([str(runs)], str(tmp_path / "again"), compare=str(runs), crate="c.zip")
-
-
 def test_the_time_to_an_accuracy_is_that_of_the_first_epoch_that_reached_it() -> None:
     def epochs(seconds: float, *accuracies: float | None) -> tuple[Epoch, ...]:
         return tuple(
@@ -193,22 +133,13 @@ def test_the_time_to_an_accuracy_is_that_of_the_first_epoch_that_reached_it() ->
     assert "0 of 2" in target.section(series, 0.9)
 
 
-def test_all_repeats_are_exported_for_extra_p() -> None:
-    lines = [json.loads(line) for line in csvfiles.extra_p(all_series()).splitlines()]
-    steps = [line for line in lines if line["metric"] == "seconds of steps"]
-    assert [line["params"] for line in steps] == [{"ranks": 1}, {"ranks": 2}, {"ranks": 4}]
-    assert steps[0]["value"] == pytest.approx([10.0, 1000 / 101, 1000 / 102])
-    assert {line["callpath"] for line in lines} == {
-        "series 1: cnn, dp, fp32, strong scaling, batch 64"
-    }
-    assert len(lines) == 3 * len(csvfiles.EXTRA_P_METRICS)
-
-
 def test_runs_that_trained_nothing_are_left_out(tmp_path: Path) -> None:
     runs = write_study(tmp_path / "runs")
+    (write_run(runs / "unfinished", 2, 50.0, [5.0] * 2) / "summary.json").unlink()
     write_run(runs / "none", 2, 50.0, [5.0] * 2, images_per_second=0.0)
     report.write([str(runs)], str(tmp_path / "report"), to_accuracy=0.4)
     text = (tmp_path / "report" / "report.md").read_text()
+    assert "unfinished is not finished" in text
     assert "none cannot be read as a finished run: its images_per_second is 0.0" in text
     assert "0 of 3" in text, "epochs without their seconds are not counted"
 
@@ -228,25 +159,20 @@ def test_predictions_of_the_planner_are_beside_what_was_measured(tmp_path: Path)
     assert cells[3].startswith("-10.0% (")
 
 
-def test_energy_has_its_price_and_co2_and_what_is_estimated_says_so(tmp_path: Path) -> None:
+def test_energy_is_what_counters_counted_and_what_is_estimated_says_so(tmp_path: Path) -> None:
     joules = {"RAPL": {"package-0": 7.2e6}}
     lines = [{"host": "a", "seconds": 101.0, "missing": [], "joules": joules}]
     runs = tmp_path / "runs"
     for seed in range(3):
         write_run(runs / f"1-seed={seed}", 1, 100.0, [100.0] * 2, seed=seed, energy=lines)
         write_run(runs / f"2-seed={seed}", 2, 190.0, [55.0] * 2, seed=seed)
-    report.write([str(runs)], str(tmp_path / "report"), energy_price=0.3, co2="50-400")
+    report.write([str(runs)], str(tmp_path / "report"))
     text = (tmp_path / "report" / "report.md").read_text()
     head, _, *rows = text.split("Nothing is estimated but what says so")[1].splitlines()[2:6]
     cells = dict(zip(head.split(" | "), rows[0].split(" | "), strict=True))
-    assert cells["price of a run's energy"] == "0.6", "two kilowatt-hours"
-    assert cells["grams of CO2 of a run"] == "100 to 800"
+    assert cells["watts"].startswith("71,287.1"), "7.2 MJ in 101 s"
     assert rows[0].endswith("RAPL |")
-    assert rows[1].count(" - ") >= 4, "what was not counted is not estimated"
-    with pytest.raises(UsageError, match="--co2 400-50 is not understood"):
-        report.write([str(runs)], str(tmp_path / "report"), co2="400-50")
-    with pytest.raises(UsageError, match="--energy-price must be 0 or more"):
-        report.write([str(runs)], str(tmp_path / "report"), energy_price=-1.0)
+    assert rows[1].count(" - ") == 3, "what was not counted is not estimated"
 
 
 NAMES = (
@@ -309,15 +235,3 @@ def test_names_are_text_in_each_file_of_a_report(tmp_path: Path) -> None:
         cells = [cell for row in csv.reader(file) for cell in row]
     assert "'=0=2+3" in cells
     assert not [cell for cell in cells if cell[:1] in ("=", "@")]
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json"])
-def test_a_crate_does_not_publish_what_a_link_points_to(tmp_path: Path, name: str) -> None:
-    runs, crate = write_study(tmp_path / "runs"), tmp_path / "crate.zip"
-    path = write_run(runs / "linked", 2, 60.0, [5.0, 5.0]) / name
-    path.rename(tmp_path / "secret")
-    path.symlink_to(tmp_path / "secret")
-    with pytest.raises(DataError, match=f"linked/{name} is a symbolic link"):
-        report.write([str(runs)], str(tmp_path / "report"), crate=str(crate))
-    assert not crate.exists()
-    assert "from 7 runs" in (tmp_path / "report" / "report.md").read_text()

@@ -79,7 +79,7 @@ def test_each_number_of_a_size_comes_from_its_files(tmp_path: Path) -> None:
     assert two.data == pytest.approx(0.02 * 60)
     assert two.imbalance == pytest.approx(0.2 / 6 * 60), "the mean of 0.4 s and none"
     assert two.core_hours == pytest.approx(2 * (61 + 4) / 3600)
-    report.write([str(tmp_path)], str(tmp_path / "report"), 0.8, 0.5)
+    report.write([str(tmp_path)], str(tmp_path / "report"), 0.8)
     text = (tmp_path / "report" / "report.md").read_text()
     table = [
         [cell.strip() for cell in line.strip("|").split("|")]

