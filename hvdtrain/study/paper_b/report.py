@@ -1,6 +1,7 @@
 """The report of `reproduce paper-b`: what was measured here, what is predicted, and verdicts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -232,31 +233,8 @@ def draw_figures(
     theirs = {f"{PUBLISHED[one.model].title}, predicted": one for one in predicted}
     ours = {f"{one.title}, measured": one for one in measured}
     for quantity, (file, caption) in OF_TABLE.items():
-
-        def bars(axes: Any, one: Prediction | Measured, quantity: str = quantity) -> None:
-            values = one.values[quantity]
-            for place, (name, value) in enumerate(values.items()):
-                axes.bar(place, value, 0.7, color=_colour(name))
-                if quantity == COMMUNICATION:
-                    pale: Any = {"color": _colour(name), "alpha": 0.3}
-                    axes.bar(place, 1 - value, 0.7, bottom=value, **pale)
-                if isinstance(one, Prediction):
-                    axes.plot([place], [PUBLISHED[one.model].values[quantity][name]], **HOLLOW)
-            axes.set_xticks(range(len(values)), list(values))
-
-        _draw(theirs | ours, bars, quantity, folder / file)
+        _draw(theirs | ours, partial(_bars, quantity), quantity, folder / file)
         captions[file] = f"{caption} {MARKS}"
-
-    def curves(axes: Any, one: Prediction | Mapping[str, Mapping[int, float]]) -> None:
-        speedups = one.speedups if isinstance(one, Prediction) else one
-        for name, values in speedups.items():
-            axes.plot(*zip(*values.items(), strict=True), "o-", color=_colour(name), label=name)
-            if isinstance(one, Prediction):
-                paper = PUBLISHED[one.model].values[SPEEDUP][name]
-                axes.plot([GPUS], [paper], **HOLLOW | {"markeredgecolor": _colour(name)})
-        axes.set_xlabel("ranks")
-        axes.legend()
-
     speedups: dict[str, dict[str, dict[int, float]]] = {}
     for one in measured:
         by_strategy = speedups.setdefault(f"{one.model}, measured", {})
@@ -264,7 +242,7 @@ def draw_figures(
             if name != SINGLE:
                 values = by_strategy.setdefault(name, {1: 1.0})
                 values[one.ranks] = one.speedup(name, SINGLE).value
-    _draw(theirs | speedups, curves, "speed-up over one rank", folder / "figure2.png")
+    _draw(theirs | speedups, _curves, "speed-up over one rank", folder / "figure2.png")
     captions["figure2.png"] = f"Speed-up over one rank by number of ranks. {MARKS}"
     for one in measured:
         if one.accuracy:
@@ -300,6 +278,31 @@ def _draw(
             draw_panel(axes, panel)
             axes.set(title=title, ylabel=label)
         save(figure, to)
+
+
+def _bars(quantity: str, axes: Any, one: Prediction | Measured) -> None:
+    values = one.values[quantity]
+    for place, (name, value) in enumerate(values.items()):
+        axes.bar(place, value, 0.7, color=_colour(name))
+        if quantity == COMMUNICATION:
+            axes.bar(place, 1 - value, 0.7, bottom=value, color=_colour(name), alpha=0.3)
+        if isinstance(one, Prediction):
+            axes.plot([place], [PUBLISHED[one.model].values[quantity][name]], **HOLLOW)
+    axes.set_xticks(range(len(values)), list(values), rotation=20)
+
+
+def _curves(axes: Any, one: Prediction | Mapping[str, Mapping[int, float]]) -> None:
+    speedups = one.speedups if isinstance(one, Prediction) else one
+    for place, (name, values) in enumerate(speedups.items()):
+        # Wide curves show below those that hide them.
+        style: Any = {"color": _colour(name), "linewidth": max(1, 3 - 0.6 * place), "label": name}
+        axes.plot(*zip(*values.items(), strict=True), "o-", **style)
+        if isinstance(one, Prediction):
+            paper = PUBLISHED[one.model].values[SPEEDUP][name]
+            axes.plot([GPUS], [paper], **HOLLOW | {"markeredgecolor": _colour(name)})
+    axes.set_xticks(sorted({ranks for values in speedups.values() for ranks in values}))
+    axes.set_xlabel("ranks")
+    axes.legend()
 
 
 def _colour(strategy: str) -> str:
