@@ -225,5 +225,5 @@ STRATEGIES = (
             staged(optimum.groups, 1) if optimum.same_as(ranks) == OBJECTIVE else None
         ),
     ),
-    Strategy(ADAPTIVE, "--plan adaptive", lambda *_: "adaptive"),
+    Strategy(ADAPTIVE, "what the planner chooses, again during training", lambda *_: "adaptive"),
 )

@@ -23,10 +23,12 @@ def test_the_figures_of_the_paper_are_drawn(tmp_path: Path) -> None:
     captions = draw_figures(alone, predictions, [])
     assert set(captions) == {f"figure{number}.png" for number in (1, 2, 3, 5, 6)}
     assert all((alone / name).stat().st_size > 5000 for name in captions)
-    epochs = tuple(Epoch(number, 1.0, 1.0, number / 10) for number in (1, 2))
-    runs = [a_run(1, 100, epochs=epochs, step_seconds=0.1)]
-    timed = {"single": runs, "DP": runs, "figure 6": runs}
-    models = [Measured(name, 2, timed, {"single": runs, "DP": runs}) for name in ("cnn", "vit")]
+    timed = {}
+    for place, name in enumerate(("single", "DP", "figure 6")):
+        epochs = tuple(Epoch(number, 1.0, 1.0, (number + place) / 10) for number in (1, 2))
+        timed[name] = [a_run(1, 100, epochs=epochs, step_seconds=0.1)]
+    accuracy = {name: timed[name] for name in ("single", "DP")}
+    models = [Measured(name, 2, timed, accuracy) for name in ("cnn", "vit")]
     captions = draw_figures(together, predictions, models)
     assert {"figure4-cnn.png", "figure4-vit.png"} < set(captions)
     assert "Accuracy of cnn by epoch, measured" in captions["figure4-cnn.png"]
