@@ -1,7 +1,9 @@
 """Options of `hvdtrain reproduce paper-b` as a dataclass, like the configuration of a run."""
 
 import os
+import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hvdtrain.errors import UsageError
 from hvdtrain.models import check_name
@@ -15,8 +17,7 @@ MOST_OF_TIMED = 3  # timed runs of a large model per strategy
 LEAST_STEPS = 3  # the first one is slower than the others
 
 
-@dataclass(frozen=True)
-class ModelAtSize:
+class ModelAtSize(NamedTuple):
     """A model, and the height and width of its images in pixels; None for the packed size."""
 
     name: str
@@ -38,9 +39,9 @@ class PaperBOptions:
     models: str = field(
         default="resnet18,vit_tiny",
         metadata=about(
-            "models to train for time, memory and accuracy, or none; NAME@PIXELS has larger "
-            "images, such as resnet50@224: synthetic ones if those of the data set are too small, "
-            "without accuracy",
+            "models to train for time, memory and accuracy, or none; NAME@PIXELS has images of "
+            "another size: the centres of larger ones, such as resnet18@16, or synthetic ones, "
+            "such as resnet50@224, without accuracy",
             metavar="NAME,...",
         ),
     )
@@ -74,21 +75,13 @@ class PaperBOptions:
     epochs: int = field(
         default=1, metadata=about("epochs of the runs for accuracy; 0 leaves them out")
     )
-    accuracy_pixels: int | None = field(
-        default=None,
-        metadata=about(
-            "image size of the runs for accuracy: the centre of larger images",
-            default="that of --models",
-        ),
-    )
-    emulated_steps: int = field(
-        default=12, metadata=about("steps of a run on emulated V100; 0 leaves them out")
-    )
+    seeds: int = field(default=3, metadata=about("runs for accuracy per strategy and model"))
     event_steps: int = field(
         default=96,
-        metadata=about("steps of such a run while devices or links change; 0 leaves them out"),
+        metadata=about(
+            "steps of a run on emulated V100 while devices or links change; 0 leaves them out"
+        ),
     )
-    seeds: int = field(default=3, metadata=about("runs for accuracy per strategy and model"))
 
     @property
     def with_accuracy(self) -> list[ModelAtSize]:
@@ -99,7 +92,7 @@ class PaperBOptions:
     def trained(self) -> list[ModelAtSize]:
         """Return all models to train."""
         timed = _models("--timed-models", self.timed_models)
-        return self.with_accuracy + [one for one in timed if one not in self.with_accuracy]
+        return list(dict.fromkeys([*self.with_accuracy, *timed]))
 
     def repeats_of(self, model: ModelAtSize) -> int:
         """Return the timed runs of a model per strategy."""
@@ -114,17 +107,16 @@ class PaperBOptions:
     def numbers_of_ranks(self) -> list[int]:
         """Return the numbers of ranks, ascending."""
         if self.ranks is None:
-            usual = [number for number in USUAL_RANKS if number <= devices()]
-            return usual or [USUAL_RANKS[0]]
-        numbers = []
-        for word in self.ranks.split(","):
-            if not (word.isascii() and word.isdigit() and 2 <= int(word[:9]) <= MOST_RANKS):
-                raise UsageError(
-                    f"--ranks {self.ranks} is not valid: give numbers between 2 and {MOST_RANKS} "
-                    "with commas; one rank is the baseline"
-                )
-            numbers.append(int(word))
-        return sorted(set(numbers))
+            return [number for number in USUAL_RANKS if number <= max(devices(), USUAL_RANKS[0])]
+        words = self.ranks.split(",")
+        if not all(re.fullmatch("[0-9]{1,9}", word) for word in words) or not all(
+            2 <= int(word) <= MOST_RANKS for word in words
+        ):
+            raise UsageError(
+                f"--ranks {self.ranks} is not valid: give numbers between 2 and {MOST_RANKS} "
+                "with commas; one rank is the baseline"
+            )
+        return sorted(set(map(int, words)))
 
     def check(self) -> "PaperBOptions":
         """Return the options themselves if every value is in range.
@@ -132,35 +124,19 @@ class PaperBOptions:
         Raises:
             UsageError: naming the option.
         """
-        models = self.trained
-        twice = [model.key for model in models if models.count(model) > 1]
-        if twice:
-            raise UsageError(
-                f"--models or --timed-models name {twice[0]} twice: name each model once"
-            )
-        least = {"repeats": 1, "steps": LEAST_STEPS, "seeds": 1}
-        least |= dict.fromkeys(("epochs", "emulated_steps", "event_steps"), 0)
+        _ = self.trained
+        least = {"repeats": 1, "steps": LEAST_STEPS, "epochs": 0, "seeds": 1, "event_steps": 0}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise UsageError(
                     f"{flag(name)} must be at least {smallest}, not {getattr(self, name)}"
                 )
-        pixels = self.accuracy_pixels
-        if pixels is not None and not 1 <= pixels <= MOST_PIXELS:
-            raise UsageError(f"--accuracy-pixels must be 1 to {MOST_PIXELS}, not {pixels}")
         most = self.numbers_of_ranks[-1]
         if self.batch_size < most:
             raise UsageError(
                 f"--batch-size must be at least --ranks, {most}, not {self.batch_size}"
             )
         return self
-
-
-def on_gpus() -> bool:
-    """Return whether the runs train on GPUs."""
-    from torch import cuda
-
-    return cuda.is_available()
 
 
 def devices() -> int:
@@ -171,16 +147,15 @@ def devices() -> int:
 
 
 def _models(flag: str, words: str) -> list[ModelAtSize]:
-    return [_model(flag, word) for word in words.split(",") if word != NO_MODEL]
-
-
-def _model(flag: str, word: str) -> ModelAtSize:
-    name, at, pixels = word.partition("@")
-    check_name(name)
-    if not at:
-        return ModelAtSize(name, None)
-    if not (pixels.isascii() and pixels.isdigit() and 1 <= int(pixels[:5]) <= MOST_PIXELS):
-        raise UsageError(
-            f"{flag} {word} is not valid: use NAME@PIXELS, with 1 to {MOST_PIXELS} pixels"
-        )
-    return ModelAtSize(name, int(pixels))
+    models = []
+    for word in words.split(","):
+        name, at, pixels = word.partition("@")
+        if word == NO_MODEL:
+            continue
+        check_name(name)
+        if at and not (re.fullmatch("[0-9]{1,4}", pixels) and 1 <= int(pixels) <= MOST_PIXELS):
+            raise UsageError(
+                f"{flag} {word} is not valid: use NAME@PIXELS, with 1 to {MOST_PIXELS} pixels"
+            )
+        models.append(ModelAtSize(name, int(pixels) if at else None))
+    return models

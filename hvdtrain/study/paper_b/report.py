@@ -1,19 +1,42 @@
 """The report of `reproduce paper-b`: what was measured here, what is predicted, and verdicts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot
 
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
 from hvdtrain.planner.strategies import EPOCHS, IMAGES
-from hvdtrain.study.paper_b import emulated, figures, measured, predicted
-from hvdtrain.study.paper_b.claims import CONTRADICTIONS, UNSTATED
-from hvdtrain.study.paper_b.emulations import Emulations
-from hvdtrain.study.paper_b.measured import Measured
+from hvdtrain.study.paper_b.claims import (
+    COMMUNICATION,
+    CONTRADICTIONS,
+    GPUS,
+    HOURS,
+    MEMORY,
+    POINTS,
+    PUBLISHED,
+    SPEEDUP,
+    UNSTATED,
+    Measured,
+    verdicts,
+)
 from hvdtrain.study.paper_b.options import MOST_OF_TIMED, PaperBOptions
-from hvdtrain.study.paper_b.predicted import Prediction
+from hvdtrain.study.paper_b.plans import ADAPTIVE, SINGLE, STRATEGIES, TABLE_I
+from hvdtrain.study.paper_b.v100 import (
+    Emulations,
+    Prediction,
+    emulated_section,
+    predicted_section,
+)
+from hvdtrain.study.planplots import draw_strategies
+from hvdtrain.study.plots import COLOURS, HEIGHT, STYLE, WIDTH, draw_by_epoch, save
 from hvdtrain.study.report import origin
-from hvdtrain.study.statistics import median
+from hvdtrain.study.statistics import difference, median
+from hvdtrain.study.tables import markdown_table, number
 
 TITLE = (
     'Baligodugula and Amsaad, "Optimizing Distributed Training Approaches for Scaling Neural '
@@ -22,15 +45,8 @@ TITLE = (
 SHAPES = (
     "The paper does not state the shapes of its strategies. Here a device is one GPU, or one core "
     "to which a rank is bound if there are enough (`--bind`). A strategy is a plan of `plans/` or "
-    "a short form of `--plan`: DP has all components on all ranks, MP is a pipeline of one stage "
-    "per rank, hybrid has two stages of half of the ranks each, or on fewer than four ranks the "
-    "tail with half of the parameters on one rank and the rest on all; figure 6 has the labels of "
-    "that figure, except that HP is all ranks if they are fewer than four; objective is the "
-    "optimum of the paper's objective with divided work, if no other row is the same; adaptive is "
-    "`--plan adaptive`. Hours are those of steps: start-up is left out, and so are adaptive's "
-    "profiling and migrations."
+    "a short form of `--plan`:"
 )
-
 OBJECTIVE = (
     "The paper minimises the sum over the components of computation and communication, each "
     "component being DP, MP or HP. As printed the computation does not depend on the strategy, so "
@@ -38,12 +54,31 @@ OBJECTIVE = (
     "are minimised exactly, on times measured once with all ranks at work; neither knows that "
     "stages work at the same time."
 )
+HOLLOW: Any = {
+    "linestyle": "none",
+    "marker": "D",
+    "markersize": 5,
+    "markerfacecolor": "none",
+    "markeredgecolor": "black",
+    "clip_on": False,
+    "zorder": 3,
+}
+MARKS = "Hollow marks: by table I of the paper."
+# What table I has: the file and the caption.
+OF_TABLE = {
+    HOURS: ("figure1.png", "Hours of 100 epochs by strategy, extrapolated."),
+    COMMUNICATION: (
+        "figure3.png",
+        "Share of communication and (pale) of computing in the time of a step.",
+    ),
+    MEMORY: ("figure5.png", "Peak memory of the fullest rank by strategy."),
+}
 
 
 def write(
     folder: Path,
     options: PaperBOptions,
-    results: Sequence[Measured],
+    measured: Sequence[Measured],
     predictions: Sequence[Prediction],
     emulations: Emulations,
 ) -> Path:
@@ -52,19 +87,13 @@ def write(
     Raises:
         DataError: if something cannot be written.
     """
-    captions = figures.draw(
-        folder,
-        predictions,
-        {one.title: _bars(one) for one in results},
-        speedups=_speedups(results),
-        accuracy={one.model: one.accuracy for one in results if one.accuracy},
-    )
+    captions = draw_figures(folder, predictions, measured)
     parts = [
         "# Paper B on this machine",
         TITLE,
-        *(_measured(options, results) if results else ["Nothing was measured: no models."]),
-        predicted.section(predictions),
-        emulated.section(emulations),
+        *(_measured(options, measured) if measured else ["Nothing was measured: no models."]),
+        predicted_section(predictions),
+        emulated_section(emulations),
         "## Where the paper disagrees with itself",
         "\n".join(f"- {line}" for line in CONTRADICTIONS),
         UNSTATED,
@@ -75,55 +104,43 @@ def write(
     return folder / "report.md"
 
 
-def _measured(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
+def _measured(options: PaperBOptions, measured: Sequence[Measured]) -> list[str]:
+    images = {one.model: one.timed[SINGLE][0].batch_size for one in measured}
+    fewer = [f"{n} for {model}" for model, n in images.items() if n < options.batch_size]
+    large = f", but {', '.join(fewer)}, whose steps would take too long" if fewer else ""
+    trained = [one for one in measured if one.accuracy]
+    if trained:
+        accuracy = [
+            f"Test accuracy after {options.epochs} epoch(s), {options.batch_size} images "
+            f"per step, medians of {options.seeds} run(s), which are not timed and use all cores. "
+            "All strategies see the same samples in the same order. Equivalence is shown if two "
+            "one-sided t-tests refute a difference of 0.5 points or more (p < 0.05).",
+            *_by_model(trained, accuracy_table),
+        ]
+    elif options.epochs:
+        accuracy = ["Left out: no model has both `--models` and real images."]
+    else:
+        accuracy = ["Left out by `--epochs 0`."]
     return [
-        origin([run for one in results for runs in one.timed.values() for run in runs]),
+        origin([run for one in measured for runs in one.timed.values() for run in runs]),
         "## Measured: time, communication, memory",
-        f"{SHAPES} Each value is the median of {options.repeats} run(s) of {options.steps} steps, "
-        f"for models that are trained for time only of {MOST_OF_TIMED} run(s) at most and about "
-        "half as many steps, in random order for each model, with the 95 % interval (Student's t "
-        "on the logarithms). A step has "
-        f"{_images(options, results)}. Hours are extrapolated from the median step to {EPOCHS} "
-        f"epochs of {IMAGES:,} images. Communication is the share of the steps in which ranks "
-        "wait for it.",
-        *_by_model(results, measured.time_table),
+        SHAPES,
+        markdown_table([{"strategy": one.name, "plan": one.shape} for one in STRATEGIES]),
+        "Hours are those of steps: start-up is left out, and so are adaptive's profiling and "
+        f"migrations. Each value is the median of {options.repeats} run(s) of {options.steps} "
+        f"steps, for models that are trained for time only of {MOST_OF_TIMED} run(s) at most and "
+        "about half as many steps, in random order for each model, with the 95 % interval "
+        f"(Student's t on the logarithms). A step has {options.batch_size} images{large}. Hours "
+        f"are extrapolated from the median step to {EPOCHS} epochs of {IMAGES:,} images. "
+        "Communication is the share of the steps in which ranks wait for it.",
+        *_by_model(measured, time_table),
         "## The paper's objective",
         OBJECTIVE,
-        *_by_model(results, lambda one: "\n".join(measured.objective_lines(one))),
-        *_accuracy(options, results),
-        "## Verdicts",
-        *_by_model(results, lambda one: "\n".join(measured.verdicts(one))),
-    ]
-
-
-def _images(options: PaperBOptions, results: Sequence[Measured]) -> str:
-    """Return the images per step in words; large models have fewer."""
-    fewer = {
-        one.model: one.images_per_step
-        for one in results
-        if one.images_per_step < options.batch_size
-    }
-    text = f"{options.batch_size} images"
-    if not fewer:
-        return text
-    large = ", ".join(f"{number} for {model}" for model, number in fewer.items())
-    return f"{text}, but {large}, whose steps would take too long"
-
-
-def _accuracy(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
-    if not options.epochs:
-        return ["## Measured: accuracy", "Left out by `--epochs 0`."]
-    trained = [one for one in results if one.accuracy]
-    if not trained:
-        return ["## Measured: accuracy", "Left out: no model has both `--models` and real images."]
-    size = f" of {options.accuracy_pixels} pixels" if options.accuracy_pixels else ""
-    return [
+        *_by_model(measured, objective_lines),
         "## Measured: accuracy",
-        f"Test accuracy after {options.epochs} epoch(s), {options.batch_size} images{size} per "
-        f"step, medians of {options.seeds} run(s), which are not timed and use all cores. All "
-        "strategies see the same samples in the same order. Equivalence is shown if two one-sided "
-        "t-tests refute a difference of 0.5 points or more (p < 0.05).",
-        *_by_model(trained, measured.accuracy_table),
+        *accuracy,
+        "## Verdicts",
+        *_by_model(measured, lambda one: "\n".join(verdicts(one))),
     ]
 
 
@@ -131,27 +148,162 @@ def _by_model(results: Sequence[Measured], text_of: Callable[[Measured], str]) -
     return [text for one in results for text in (f"### {one.title}", text_of(one))]
 
 
-def _bars(one: Measured) -> dict[str, figures.Measured]:
-    return {
-        strategy: figures.Measured(
-            hours=median(one.hours(strategy)).value,
-            communication=one.communication(strategy).value,
-            memory_gb=median(one.memory_bytes(strategy)).value / 1e9,
+def time_table(measured: Measured) -> str:
+    """Return table I as measured, with intervals."""
+    rows = []
+    for strategy, runs in measured.timed.items():
+        bubble = median([run.bubble / run.train_seconds for run in runs]).value
+        memory = 1e9 * measured.values[MEMORY][strategy]
+        rates = median([run.batch_size / run.step_seconds for run in runs])
+        hours = median(measured.hours(strategy))
+        rows.append(
+            {
+                "strategy": strategy,
+                "ranks": str(runs[0].ranks),
+                "images/s": number(rates, ",.1f"),
+                f"hours for {EPOCHS} epochs (extrapolated)": number(hours, ".1f"),
+                "speed-up over single": number(measured.speedup(strategy, SINGLE), ".2f"),
+                "communication": f"{measured.values[COMMUNICATION][strategy]:.1%}",
+                "bubble": f"{bubble:.1%}",
+                "peak memory, MiB": f"{memory / 2**20:,.0f}",
+            }
         )
-        for strategy in one.timed
-    }
+    return markdown_table(rows)
 
 
-def _speedups(results: Sequence[Measured]) -> dict[str, dict[str, dict[int, float]]]:
-    """Return measured speed-ups by title of the picture, strategy and number of ranks.
+def accuracy_table(measured: Measured) -> str:
+    """Return the accuracy by strategy, and whether it is equivalent to that of one rank."""
+    rows = []
+    single = measured.accuracies(SINGLE)
+    for strategy in measured.accuracy:
+        values = measured.accuracies(strategy)
+        points = equivalent = "-"
+        if strategy != SINGLE:
+            apart = difference([100 * one for one in values], [100 * one for one in single])
+            points = number(apart, "+.2f")
+            is_shown = measured.is_equivalent(strategy, POINTS)
+            equivalent = "shown" if is_shown else "not shown"
+        rows.append(
+            {
+                "strategy": strategy,
+                "test accuracy": number(median(values), ".4f"),
+                "points from single": points,
+                f"within {POINTS:g} points": equivalent,
+            }
+        )
+    return markdown_table(rows)
 
-    The title differs from that of a model of table I, with whose predictions they do not compare.
+
+def objective_lines(measured: Measured) -> str:
+    """Return a line per reading of the paper's objective: its optimum, and what it is here."""
+    lines = []
+    for reading, optimum in measured.optima.items():
+        where = []
+        for group, items in groupby(optimum.groups.items(), key=lambda item: item[1]):
+            names = [name for name, _ in items]
+            ends = " to ".join(dict.fromkeys((names[0], names[-1])))
+            where.append(f"{ends} on rank {', '.join(map(str, group))}")
+        same = optimum.same_as(measured.ranks)
+        if same is None:
+            result = "It leaves ranks idle, which a plan may not: not measured."
+        elif same in measured.timed:
+            seconds = measured.step_seconds(same).value
+            result = f"Measured (row {same}): {1e3 * seconds:.0f} ms."
+        else:
+            result = "Not measured: this model is trained by the strategies of table I only."
+        lines.append(
+            f"- {reading}: {'; '.join(where)}. The objective promises "
+            f"{1e3 * optimum.seconds:.0f} ms per step. {result}"
+        )
+    return "\n".join(lines)
+
+
+def draw_figures(
+    folder: Path, predicted: Sequence[Prediction], measured: Sequence[Measured]
+) -> dict[str, str]:
+    """Draw figures 1 to 6 into the folder; return their captions by file name.
+
+    Args:
+        measured: may be empty.
+
+    Raises:
+        DataError: if one cannot be written.
     """
+    captions = {}
+    theirs = {f"{PUBLISHED[one.model].title}, predicted": one for one in predicted}
+    ours = {f"{one.title}, measured": one for one in measured}
+    for quantity, (file, caption) in OF_TABLE.items():
+        _draw(theirs | ours, partial(_bars, quantity), quantity, folder / file)
+        captions[file] = f"{caption} {MARKS}"
     speedups: dict[str, dict[str, dict[int, float]]] = {}
-    for one in results:
+    for one in measured:
         by_strategy = speedups.setdefault(f"{one.model}, measured", {})
-        for strategy in one.timed:
-            if strategy != measured.SINGLE:
-                values = by_strategy.setdefault(strategy, {1: 1.0})
-                values[one.ranks] = one.speedup(strategy, measured.SINGLE).value
-    return speedups
+        for name in one.timed:
+            if name != SINGLE:
+                values = by_strategy.setdefault(name, {1: 1.0})
+                values[one.ranks] = one.speedup(name, SINGLE).value
+    _draw(theirs | speedups, _curves, "speed-up over one rank", folder / "figure2.png")
+    captions["figure2.png"] = f"Speed-up over one rank by number of ranks. {MARKS}"
+    for one in measured:
+        if one.accuracy:
+            name = f"figure4-{one.model}.png"
+            draw_by_epoch(one.accuracy, "accuracy", "test accuracy", folder / name)
+            captions[name] = (
+                f"Accuracy of {one.model} by epoch, measured: medians and ranges of repeats."
+            )
+    vit = next(one for one in predicted if one.model == "vit_b16")
+    draw_strategies(vit.plans[ADAPTIVE], folder / "figure6.png")
+    captions["figure6.png"] = (
+        "The strategy that the planner chooses per component of the ViT, predicted. In the paper "
+        "attention has MP, MLPs have DP and the embedding has HP."
+    )
+    return dict(sorted(captions.items()))
+
+
+def _draw(
+    panels: Mapping[str, Any], draw_panel: Callable[[Any, Any], None], label: str, to: Path
+) -> None:
+    """Draw panels, two in a row.
+
+    Args:
+        panels: what `draw_panel` draws, by title.
+    """
+    rows = -(-len(panels) // 2)
+    with pyplot.rc_context(STYLE):
+        size = (2 * WIDTH, HEIGHT * rows)
+        figure, grid = pyplot.subplots(rows, 2, figsize=size, squeeze=False, layout="constrained")
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        for axes, (title, panel) in zip(grid.flat, panels.items(), strict=False):
+            draw_panel(axes, panel)
+            axes.set(title=title, ylabel=label)
+        save(figure, to)
+
+
+def _bars(quantity: str, axes: Any, one: Prediction | Measured) -> None:
+    values = one.values[quantity]
+    for place, (name, value) in enumerate(values.items()):
+        axes.bar(place, value, 0.7, color=_colour(name))
+        if quantity == COMMUNICATION:
+            axes.bar(place, 1 - value, 0.7, bottom=value, color=_colour(name), alpha=0.3)
+        if isinstance(one, Prediction):
+            axes.plot([place], [PUBLISHED[one.model].values[quantity][name]], **HOLLOW)
+    axes.set_xticks(range(len(values)), list(values), rotation=20)
+
+
+def _curves(axes: Any, one: Prediction | Mapping[str, Mapping[int, float]]) -> None:
+    speedups = one.speedups if isinstance(one, Prediction) else one
+    for place, (name, values) in enumerate(speedups.items()):
+        # Wide curves show below those that hide them.
+        style: Any = {"color": _colour(name), "linewidth": max(1, 3 - 0.6 * place), "label": name}
+        axes.plot(*zip(*values.items(), strict=True), "o-", **style)
+        if isinstance(one, Prediction):
+            paper = PUBLISHED[one.model].values[SPEEDUP][name]
+            axes.plot([GPUS], [paper], **HOLLOW | {"markeredgecolor": _colour(name)})
+    axes.set_xticks(sorted({ranks for values in speedups.values() for ranks in values}))
+    axes.set_xlabel("ranks")
+    axes.legend()
+
+
+def _colour(strategy: str) -> str:
+    return COLOURS[TABLE_I.index(strategy) if strategy in TABLE_I else len(TABLE_I)]

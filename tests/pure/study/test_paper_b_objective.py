@@ -5,13 +5,16 @@ from collections.abc import Mapping
 
 import pytest
 
+from hvdtrain.plan.plan import Plan
 from hvdtrain.planner.clusters import ClusterNetwork, load, question_of
 from hvdtrain.planner.cost import Known
-from hvdtrain.study.paper_b import objective
-from hvdtrain.study.paper_b.arms import DP, OBJECTIVE, SINGLE, same_as
-from hvdtrain.study.paper_b.objective import (
+from hvdtrain.study.paper_b.plans import (
     AS_PRINTED,
     DIVIDED,
+    DP,
+    OBJECTIVE,
+    SINGLE,
+    STRATEGIES,
     Group,
     Optimum,
     groups_of,
@@ -62,7 +65,7 @@ def test_no_assignment_is_better(reading: str, ranks: int, components: int, clus
 def test_as_printed_everything_is_on_one_device() -> None:
     optimum = minimise(known_of(6, 4), 4, BATCH, AS_PRINTED)
     assert set(optimum.groups.values()) == {(0,)}
-    assert same_as(optimum, 4) == SINGLE
+    assert optimum.same_as(4) == SINGLE
 
 
 def test_rows_that_stay_on_their_rank_are_not_sent() -> None:
@@ -94,13 +97,15 @@ def test_an_optimum_that_is_another_strategy_is_not_run_again(
     groups: list[Group], expected: str | None
 ) -> None:
     optimum = Optimum({f"part{place}": group for place, group in enumerate(groups)}, 1.0)
-    assert same_as(optimum, 4) == expected
-    if expected == OBJECTIVE:
-        assert optimum.plan.microbatches == 1
-        assert [stage.ranks for stage in optimum.plan.stages] == groups
+    assert optimum.same_as(4) == expected
+    (strategy,) = (one for one in STRATEGIES if one.name == OBJECTIVE)
+    plan = strategy.plan([], 4, optimum)
+    assert (plan is not None) == (expected == OBJECTIVE)
+    if isinstance(plan, Plan):
+        assert plan.microbatches == 1
+        assert [stage.ranks for stage in plan.stages] == groups
 
 
 def test_the_groups_of_a_few_ranks_are_those_of_the_paper() -> None:
     assert groups_of(2) == [(0,), (1,), (0, 1)]
     assert (2, 3) in groups_of(4)
-    assert objective.READINGS == (AS_PRINTED, DIVIDED)

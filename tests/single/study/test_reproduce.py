@@ -70,14 +70,13 @@ def test_the_runs_of_paper_b_are_made_once(
         "--ranks",
         2,
     )
-    fast = ("--timed-models", "none", "--emulated-steps", 0, "--event-steps", 0, "--repeats", 1)
+    fast = ("--timed-models", "none", "--event-steps", 0, "--repeats", 1)
     command = (*words, *fast, "--steps", 3, "--epochs", 1, "--seeds", 1)
     done = hvdtrain(*command)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(to / "report.md")
     text = (to / "report.md").read_text()
     assert len(re.findall(r"The objective promises \d+ ms per step\. Measured \(", text)) == 2
-    assert len(re.findall(r"\| cnn \| (?:DP|MP|hybrid) \| 2 \| [\d.]+ \| [\d.]+ \|", text)) == 3
     for strategy in ("single", "DP", "MP", "hybrid", "adaptive"):
         assert f"| {strategy} | {1 if strategy == 'single' else 2} | " in text
     for head in ("## Verdicts", "## Predicted for 8 V100", "hours, paper | 24.6 | 8.2 |"):
@@ -87,7 +86,7 @@ def test_the_runs_of_paper_b_are_made_once(
     made = {path: path.stat().st_mtime_ns for path in (to / "runs").rglob("summary.json")}
     # The paper's objective has runs of its own if its optimum is none of the other strategies.
     number = sum("objective" not in path.parent.name for path in made)
-    assert number == len(("profile", *5 * ("timed", "accuracy"), *3 * ("emulated",)))
+    assert number == len(("profile", *5 * ("timed", "accuracy")))
     plan = summary_of(to / "runs" / "timed-cnn-hybrid-2-0")["plan"]
     assert [stage["ranks"] for stage in plan["stages"]] == [[0, 1], [1]]
     done = hvdtrain(*command)
