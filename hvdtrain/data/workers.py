@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from hvdtrain.data.images import decode, open_image, resized, shown
 from hvdtrain.data.index import Encoding, Resize
 from hvdtrain.data.listing import Images, some
-from hvdtrain.data.partial import Resumable
-from hvdtrain.data.writer import Block, Layout, count_values
+from hvdtrain.data.writer import Block, Layout, Resumable, count_values
 from hvdtrain.errors import DataError
 from hvdtrain.host.records import opened
 from hvdtrain.host.stop import end_with_parent
