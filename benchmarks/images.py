@@ -189,8 +189,7 @@ def _bookkeeping(folder: Path, files: int) -> None:
 def _list_files(folder: Path, files: int) -> None:
     """Measure the list of a folder of empty files."""
     from hvdtrain.data.listing import list_folder
-    from hvdtrain.data.packing import pack_key
-    from hvdtrain.data.workers import PackOptions
+    from hvdtrain.data.packing import PackOptions, pack_key
 
     for kind in range(LARGE_CLASSES):
         (folder / "images" / f"n{kind:08d}").mkdir(parents=True)

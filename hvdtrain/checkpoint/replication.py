@@ -235,8 +235,7 @@ def copy_record(record: Path, size: int, home: Path, is_new: bool) -> None:
             out.seek(0, os.SEEK_END)
             source.seek(out.tell())
             out.write(source.read(size - out.tell()))
-            out.flush()
-            os.fsync(out.fileno())
+        files.sync(copy)
     except OSError as error:
         raise DataError(f"{copy} cannot be written: {error.strerror}") from None
 

@@ -140,7 +140,7 @@ def _complete(
     files.write_whole(temporary / MANIFEST, lambda file: file.write(text.encode()))
     for rank in writers:
         _receipt(temporary, rank).unlink()
-    files.sync_folder(temporary)
+    files.sync(temporary)
 
 
 def _give_name(temporary: Path, final: Path) -> None:
@@ -150,7 +150,7 @@ def _give_name(temporary: Path, final: Path) -> None:
     if final.exists():
         final.rename(replaced)
     temporary.rename(final)
-    files.sync_folder(final.parent)
+    files.sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -21,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from hvdtrain.checkpoint.format import Damaged, Entry, one_line, reading
+from hvdtrain.host.files import sync
 
 # The names of safetensors by those of NumPy; bfloat16 is from ml_dtypes.
 DTYPES = {
@@ -66,7 +67,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> Entry:
                 _start_writing(file, started, size - started)
                 started = size
         file.flush()
-        os.fsync(file.fileno())
+        sync(path)
     return Entry(path.name, size, digest.hexdigest())
 
 

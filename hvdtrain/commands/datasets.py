@@ -22,7 +22,7 @@ def data_fetch(arguments: Sequence[str], name: str, to: str) -> int:
 def data_pack(arguments: Sequence[str], source: str, destination: str, **options: Any) -> int:
     """Pack images into shards."""
     from hvdtrain import data
-    from hvdtrain.data.partial import PARTIAL_FOLDER
+    from hvdtrain.data.writer import PARTIAL_FOLDER
 
     left_out: list[str] = []
     try:

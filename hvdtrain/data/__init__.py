@@ -8,34 +8,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvdtrain.data.arrays import write
-    from hvdtrain.data.augment import crop_flip
-    from hvdtrain.data.cifar import fetch
-    from hvdtrain.data.images import decode, resize
-    from hvdtrain.data.index import Index, read_index
-    from hvdtrain.data.loader import Loader
-    from hvdtrain.data.packing import pack
-    from hvdtrain.data.shardfile import Batch
-    from hvdtrain.data.shards import Samples, info, open_split, verify
-    from hvdtrain.data.synthetic import synth
-
-__all__ = [
-    "Batch",
-    "Index",
-    "Loader",
-    "Samples",
-    "crop_flip",
-    "decode",
-    "fetch",
-    "info",
-    "open_split",
-    "pack",
-    "read_index",
-    "resize",
-    "synth",
-    "verify",
-    "write",
-]
+    from hvdtrain.data.arrays import write as write
+    from hvdtrain.data.augment import crop_flip as crop_flip
+    from hvdtrain.data.cifar import fetch as fetch
+    from hvdtrain.data.images import decode as decode
+    from hvdtrain.data.images import resize as resize
+    from hvdtrain.data.index import Index as Index
+    from hvdtrain.data.index import read_index as read_index
+    from hvdtrain.data.loader import Loader as Loader
+    from hvdtrain.data.packing import pack as pack
+    from hvdtrain.data.shardfile import Batch as Batch
+    from hvdtrain.data.shards import Samples as Samples
+    from hvdtrain.data.shards import info as info
+    from hvdtrain.data.shards import open_split as open_split
+    from hvdtrain.data.shards import verify as verify
+    from hvdtrain.data.synthetic import synth as synth
 
 _HOMES = {
     "Batch": "shardfile",
@@ -54,6 +41,7 @@ _HOMES = {
     "verify": "shards",
     "write": "arrays",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,8 @@ import math
 import operator
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -62,20 +62,15 @@ def write(
         )
     if size is not None:
         check_size(size, resize)
-    _check_names(() if class_names is None else class_names)
+    for name in () if class_names is None else class_names:
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            raise UsageError(f"class name {name!r}: give each class a name, as one line of text")
     sources = {name: _Stream(name, iter(splits[name]), size, resize) for name in SPLITS}
     shape = sources["train"].peek()
     for source in sources.values():
         source.shape = shape
     layout = Layout(shape, shard_mb=shard_mb)
     return write_sources(destination, sources, layout, class_names)
-
-
-def _check_names(class_names: Sequence[str]) -> None:
-    """Raise UsageError for a class name that an index may not hold, or that is empty."""
-    for name in class_names:
-        if not isinstance(name, str) or not name.strip() or not name.isprintable():
-            raise UsageError(f"class name {name!r}: give each class a name, as one line of text")
 
 
 @dataclass
@@ -104,8 +99,10 @@ class _Stream:
             image, label = self._image(place, sample)
             self.shape = self.shape or image.shape
             if image.shape != self.shape:
+                (height, width), first = image.shape[:2], "x".join(map(str, self.shape[:2]))
                 raise DataError(
-                    f"sample {place} of `{self.name}`: {_unlike(image.shape, self.shape)}"
+                    f"sample {place} of `{self.name}`: image of {height}x{width} pixels, others "
+                    f"have {first}: give a size for all (size=N)"
                 )
             images.append(image)
             labels.append(label)
@@ -134,12 +131,6 @@ class _Stream:
         return made, number
 
 
-def _unlike(shape: Sequence[int], expected: Sequence[int] | None) -> str:
-    height, width = shape[:2]
-    first = "x".join(map(str, (expected or ())[:2]))
-    return f"image of {height}x{width} pixels, others have {first}: give a size for all (size=N)"
-
-
 def _block(images: list[NDArray[np.uint8]], labels: list[int], stop: int) -> Block:
     places = np.arange(stop - len(labels), stop, dtype=np.int64)
     return Block(np.stack(images), np.array(labels, np.int64), places)
@@ -147,34 +138,74 @@ def _block(images: list[NDArray[np.uint8]], labels: list[int], stop: int) -> Blo
 
 @dataclass(frozen=True)
 class Array:
-    """An array in a file: images, uint8 [n, height, width] or with channels, or their labels."""
+    """An array in a file, whose header is read: images, or their labels.
+
+    Attributes:
+        place: how messages name it.
+        member: its name in an .npz archive.
+    """
 
     place: str
     path: Path
-    member: str | None  # of an .npz archive
+    member: str | None
+    shape: tuple[int, ...] = ()
+    is_fortran: bool = False
+    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.uint8))
 
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole array of images.
+    def with_header(self) -> "Array":
+        """Return the array with what its file says; raise DataError if it has no header."""
+        with _reading(self.place), self._opened() as file:
+            shape, is_fortran, dtype = _header(file)
+            return replace(self, shape=shape, is_fortran=is_fortran, dtype=dtype)
 
-        Raises:
-            DataError: if images cannot be made of it.
-        """
-        with _opened(self) as opened:
-            return _image_shape(opened)
+    @contextmanager
+    def _opened(self) -> Iterator[IO[bytes]]:
+        with self.path.open("rb") as file:
+            if self.member is None:
+                yield file
+                return
+            with zipfile.ZipFile(file) as archive, archive.open(self.member) as content:
+                yield content
+
+    def blocks(self, rows: int) -> Iterator[NDArray[Any]]:
+        """Yield all rows in blocks of `rows`; raise DataError if the file is damaged."""
+        with _reading(self.place), self._opened() as file:
+            _header(file)
+            for start in range(0, self.shape[0], rows):
+                shape = (min(rows, self.shape[0] - start), *self.shape[1:])
+                size = math.prod(shape) * self.dtype.itemsize
+                content = file.read(size)
+                if len(content) < size:
+                    raise DataError(f"{self.place}: is truncated")
+                yield np.frombuffer(content, self.dtype).reshape(shape)
+            if file.read(1):  # an archive has its checksum at the end
+                raise DataError(f"{self.place}: is damaged: it is longer than its header says")
+
+    def check_images(self) -> None:
+        """Raise DataError if images cannot be made of it."""
+        fault = None
+        if self.is_fortran and len(self.shape) > 1:
+            fault = "its order is Fortran's: save np.ascontiguousarray(array)"
+        elif not self.shape or not self.shape[0]:
+            fault = "holds no images"
+        else:
+            try:
+                pixels(np.empty([min(side, 5) for side in self.shape[1:]], self.dtype))
+            except ValueError:
+                fault = (
+                    f"images of {self.dtype} {list(self.shape)}: save uint8 [n, height, width, 3]"
+                )
+        if fault:
+            raise DataError(f"{self.place}: {fault}")
 
     def images(self, rows: int) -> Iterator[NDArray[np.uint8]]:
         """Yield all images as RGB, uint8 [n, height, width, 3], in blocks of up to `rows`.
 
         Raises:
-            DataError: if images cannot be made of it, or the file is damaged.
+            DataError: if the file is damaged.
         """
-        with _opened(self) as opened:
-            shape = _image_shape(opened)
-            rows = max(1, min(rows, _BLOCK_BYTES // math.prod(shape[1:])))
-            for start in range(0, shape[0], rows):
-                block = opened.read(min(rows, shape[0] - start))
-                yield np.stack([pixels(image) for image in block])
-            opened.end()
+        for block in self.blocks(max(1, min(rows, _BLOCK_BYTES // math.prod(self.shape[1:])))):
+            yield np.stack([pixels(image) for image in block])
 
     def labels(self, count: int) -> list[str]:
         """Return the labels of `count` images, whole numbers or names, as text.
@@ -182,67 +213,29 @@ class Array:
         Raises:
             DataError: if it holds no such labels, before they are read, or the file is damaged.
         """
-        with _opened(self) as opened:
-            shape, dtype = opened.shape, opened.dtype
-            if dtype.kind not in "iuUS" or shape not in ((count,), (count, 1)):
-                raise DataError(
-                    f"{self.place}: {dtype} {list(shape)} are not the labels of {count:,} images: "
-                    "give one whole number or name per image"
-                )
-            array = opened.read(count).reshape(count)
-            opened.end()
+        if self.dtype.kind not in "iuUS" or self.shape not in ((count,), (count, 1)):
+            raise DataError(
+                f"{self.place}: {self.dtype} {list(self.shape)} are not the labels of {count:,} "
+                "images: give one whole number or name per image"
+            )
+        (array,) = self.blocks(count)
         with _reading(self.place):
-            if dtype.kind == "S":
-                return [label.decode("utf-8", "surrogateescape") for label in array.tolist()]
-            texts = [str(label) for label in array.tolist()]
+            if self.dtype.kind == "S":
+                names = array.reshape(count).tolist()
+                return [name.decode("utf-8", "surrogateescape") for name in names]
+            texts = list(map(str, array.reshape(count).tolist()))
             for text in sorted(set(texts)):
                 text.encode("utf-8", "surrogateescape")  # a ValueError: it is no class name
             return texts
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """An array whose header is read, and its file at the first row."""
-
-    place: str
-    file: IO[bytes]
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    is_fortran: bool
-
-    def read(self, rows: int) -> NDArray[Any]:
-        """Return the next rows; raise DataError if the file does not hold them."""
-        shape = (rows, *self.shape[1:])
-        size = math.prod(shape) * self.dtype.itemsize
-        with _reading(self.place):
-            content = self.file.read(size)
-            if len(content) == size:
-                return np.frombuffer(content, self.dtype).reshape(shape)
-        raise DataError(f"{self.place}: is truncated")
-
-    def end(self) -> None:
-        """Raise DataError unless all rows are read; an archive has its checksum at the end."""
-        with _reading(self.place):
-            rest = self.file.read(1)
-        if rest:
-            raise DataError(f"{self.place}: is damaged: it is longer than its header says")
-
-
-@contextmanager
-def _opened(array: Array) -> Iterator[_Opened]:
-    """Yield an array with its file open; raise DataError if it has no header of NumPy."""
-    with ExitStack() as files:
-        with _reading(array.place):
-            file: IO[bytes] = files.enter_context(array.path.open("rb"))
-            if array.member is not None:
-                archive = files.enter_context(zipfile.ZipFile(file))
-                file = files.enter_context(archive.open(array.member))
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0
-            if version != (1, 0):
-                read = np.lib.format.read_array_header_2_0
-            shape, is_fortran, dtype = read(file, max_header_size=_MOST_HEADER)
-        yield _Opened(array.place, file, shape, dtype, is_fortran)
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return the shape, whether it is in Fortran's order, and the type of a file's array."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0
+    if version != (1, 0):
+        read = np.lib.format.read_array_header_2_0
+    return read(file, max_header_size=_MOST_HEADER)
 
 
 @contextmanager
@@ -250,26 +243,12 @@ def _reading(place: str) -> Iterator[None]:
     """Turn the errors of a file that is damaged or cannot be read into a DataError."""
     try:
         yield
+    except DataError:
+        raise
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files
-        raise DataError(f"{place}: {_reason(error)}") from error
-
-
-def _image_shape(opened: _Opened) -> tuple[int, ...]:
-    """Return the shape of an array of images; raise DataError if images cannot be made of it."""
-    shape, dtype = opened.shape, opened.dtype
-    fault = None
-    if opened.is_fortran and len(shape) > 1:
-        fault = "its order is Fortran's: save np.ascontiguousarray(array)"
-    elif not shape or not shape[0]:
-        fault = "holds no images"
-    else:
-        try:
-            pixels(np.empty([min(side, 5) for side in shape[1:]], dtype))
-        except ValueError:
-            fault = f"images of {dtype} {list(shape)}: save uint8 [n, height, width, 3]"
-    if fault:
-        raise DataError(f"{opened.place}: {fault}")
-    return shape
+        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = " ".join(str(text).split())
+        raise DataError(f"{place}: cannot be read ({reason})") from error
 
 
 @dataclass
@@ -282,11 +261,6 @@ class ArraySource:
     size: int | None
     how: Resize
     broken: list[tuple[int, str]] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        """Number of samples."""
-        return len(self.rows)
 
     def blocks(self, start: int, rows: int) -> Iterator[Block]:
         """Yield the samples from place `start` on, in blocks of up to `rows`."""
@@ -314,55 +288,48 @@ def read_arrays(
     Raises:
         DataError: if the arrays are missing or do not fit each other.
     """
-    arrays = _arrays_in(source)
+    folder = source if source.is_dir() else source.parent
+    if source.suffix.lower() != ".npz":
+        arrays = {path.stem: Array(shown(path), path, None) for path in folder.glob("*.npy")}
+    else:
+        with _reading(shown(source)), zipfile.ZipFile(source) as archive:
+            members = [name for name in archive.namelist() if name.endswith(".npy")]
+        arrays = {
+            name.removesuffix(".npy"): Array(f"{shown(source)}: {shown(name)}", source, name)
+            for name in members
+        }
+
+    def pair(names: Iterable[tuple[str, str]]) -> tuple[Array, Array] | None:
+        for images, labels in names:
+            if images in arrays and labels in arrays:
+                return arrays[images], arrays[labels]
+        return None
+
     splits: dict[str, tuple[Array, Array]] = {}
-    places = {"train": ("train",), "test": TEST_FOLDERS}
-    for split in SPLITS:
-        for name in places[split]:
-            pair = _pair(arrays, [(i.format(name), j.format(name)) for i, j in _NAMES])
-            if pair and split not in splits:
-                splits[split] = pair
+    for split, places in (("train", ("train",)), ("test", TEST_FOLDERS)):
+        names = [(i.format(place), j.format(place)) for place in places for i, j in _NAMES]
+        if both := pair(names):
+            splits[split] = both
     if set(splits) != set(SPLITS):
-        pair = splits.get("train") or _pair(arrays, _NAMES_ALONE)
-        if pair is None:
+        alone = splits.get("train") or pair(_NAMES_ALONE)
+        if alone is None:
             raise DataError(
                 f"{shown(source)}: holds no arrays named `images` and `labels`, or "
                 f"`train_images`, `train_labels`, `test_images` and `test_labels` (it holds "
                 f"{', '.join(map(shown, sorted(arrays)[:10])) or 'none'})"
             )
-        splits = {ALONE: pair}
-    texts = {name: pair[1].labels(pair[0].shape()[0]) for name, pair in splits.items()}
-    numbers, classes = labels_of(texts, {name: pair[1].place for name, pair in splits.items()})
-    return {name: (pair[0], numbers[name]) for name, pair in splits.items()}, classes
+        splits = {ALONE: alone}
+    images, texts = {}, {}
+    for name, (image_array, label_array) in splits.items():
+        images[name] = image_array.with_header()
+        images[name].check_images()
+        texts[name] = label_array.with_header().labels(images[name].shape[0])
+    numbers, classes = labels_of(
+        texts, {name: labels.place for name, (_, labels) in splits.items()}
+    )
+    return {name: (images[name], numbers[name]) for name in splits}, classes
 
 
 def holds_arrays(folder: Path) -> bool:
     """Return whether a folder holds .npy files of images and labels."""
     return any(folder.glob("*.npy"))
-
-
-def _arrays_in(source: Path) -> dict[str, Array]:
-    folder = source if source.is_dir() else source.parent
-    if source.suffix.lower() != ".npz":
-        return {path.stem: Array(shown(path), path, None) for path in folder.glob("*.npy")}
-    with _reading(shown(source)), zipfile.ZipFile(source) as archive:
-        names = archive.namelist()
-    members = [name for name in names if name.endswith(".npy")]
-    return {
-        name.removesuffix(".npy"): Array(f"{shown(source)}: {shown(name)}", source, name)
-        for name in members
-    }
-
-
-def _pair(
-    arrays: Mapping[str, Array], names: Iterable[tuple[str, str]]
-) -> tuple[Array, Array] | None:
-    for images, labels in names:
-        if images in arrays and labels in arrays:
-            return arrays[images], arrays[labels]
-    return None
-
-
-def _reason(error: BaseException) -> str:
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return f"cannot be read ({' '.join(str(text).split())})"

@@ -9,9 +9,8 @@ import gzip
 import hashlib
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -28,10 +27,9 @@ IMAGE_SHAPE = (32, 32, 3)
 _PIXEL_BYTES = 3072
 _BLOCK = 2**20
 _NAMES_BYTES = 2**16  # a file of class names larger than this is not one
-_HEADER_BYTES = 2**14  # limit for the header of a file in an archive: official ones have 512
 _ARCHIVE_BYTES = 2**29  # limit for an unpacked archive: official ones have a third of it
 _MOST_MEMBERS = 1000
-_ARCHIVE_ERRORS = (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, RecursionError)
+_ARCHIVE_ERRORS = (tarfile.TarError, EOFError, zlib.error, OSError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,9 @@ def pack(source: Path | str, destination: Path | str, shard_mb: int = 64) -> Ind
     that cannot be written; UsageError for a source that holds both data sets.
     """
     edition, path = find_source(Path(source))
-    contents = _read_folder(edition, path) if path.is_dir() else _read_archive(edition, path)
+    wanted = {file.name: file.records * edition.record_bytes for file in edition.files}
+    wanted[edition.names_file] = _NAMES_BYTES
+    contents = _read_folder(path, wanted) if path.is_dir() else _members(path, wanted)
     parts = {file: _records(edition, file, path, contents) for file in edition.files}
     notes = [
         f"{file.name}: {len(labels):,} of {file.records:,} records"
@@ -182,7 +182,7 @@ def _candidates(source: Path) -> list[tuple[Edition, Path]]:
 
 def _archive_edition(path: Path) -> Edition:
     """Return the data set that an archive holds, recognised by the names in it."""
-    names = set(_members(path, wanted=None))
+    names = set(_members(path, {}))
     for edition in EDITIONS.values():
         if any(file.name in names for file in edition.files):
             return edition
@@ -194,23 +194,39 @@ def _archive_edition(path: Path) -> Edition:
     )
 
 
-def _members(path: Path, wanted: dict[str, int] | None) -> dict[str, bytes]:
-    """Return the content of the wanted regular files in an archive, by plain name.
+def _members(path: Path, wanted: dict[str, int]) -> dict[str, bytes]:
+    """Return the regular files in an archive by plain name, empty but for the wanted ones.
 
-    `wanted` maps each name to the largest size it may have; without it only names are listed, with
-    empty contents. Nothing is extracted to disk, and folders in the archive are ignored.
+    `wanted` maps each name to the largest size it may have. Nothing is extracted to disk, and
+    folders in the archive are ignored. The headers are read here and not by tarfile, which reads
+    those of any length whole; what follows a header of another kind is passed over.
     """
     contents = {}
     try:
-        with _Measured(path) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
-            for name, member in _files_in(archive, stream, path):
-                if wanted is not None and name not in wanted:
-                    continue
-                largest = wanted[name] if wanted is not None else 0
-                contents[name] = _content(archive, member, stream, largest, path)
-            stream.left = _ARCHIVE_BYTES
+        with gzip.open(path) as stream:
+            for _ in range(_MOST_MEMBERS + 1):
+                header = stream.read(tarfile.BLOCKSIZE)
+                if not header.strip(b"\0"):
+                    break
+                member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+                name = PurePosixPath(member.name).name
+                is_empty = member.isdir() or member.issym() or member.islnk() or member.isdev()
+                blocks = 0 if is_empty else -(-member.size // tarfile.BLOCKSIZE)
+                end = stream.tell() + blocks * tarfile.BLOCKSIZE
+                if not stream.tell() <= end <= _ARCHIVE_BYTES:
+                    raise DataError(f"{path}: is longer than the official archive; fetch it again")
+                if member.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
+                    if name in wanted and member.size > wanted[name]:
+                        raise DataError(f"{path}: {name} is larger than the official file")
+                    contents[name] = stream.read(member.size) if name in wanted else b""
+                    if name in wanted and len(contents[name]) < member.size:
+                        raise tarfile.ReadError("unexpected end of data")
+                stream.seek(end)
+            else:
+                raise tarfile.ReadError(f"more than {_MOST_MEMBERS:,} files")
             while stream.read(_BLOCK):  # the checksum of gzip is at the very end
-                _check_length(stream.tell(), path)
+                if stream.tell() > _ARCHIVE_BYTES:
+                    raise DataError(f"{path}: is longer than the official archive; fetch it again")
     except _ARCHIVE_ERRORS as error:
         reason = " ".join(str(error).split())
         raise DataError(
@@ -219,68 +235,9 @@ def _members(path: Path, wanted: dict[str, int] | None) -> dict[str, bytes]:
     return contents
 
 
-class _Measured(gzip.GzipFile):
-    """A stream that refuses to read more than `left` bytes, since headers declare any length."""
-
-    left = _HEADER_BYTES
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Read `size` bytes.
-
-        Raises:
-            tarfile.ReadError: if they are more than `left`.
-        """
-        if size is None or not 0 <= size <= self.left:
-            raise tarfile.ReadError("a header is larger than any of the official archive")
-        self.left -= size
-        return super().read(size)
-
-
-def _files_in(
-    archive: tarfile.TarFile, stream: _Measured, path: Path
-) -> Iterator[tuple[str, tarfile.TarInfo]]:
-    """Yield the regular files of an archive with their plain names, in bounded memory."""
-    for number in count(1):
-        stream.left = _HEADER_BYTES
-        member = archive.next()
-        if member is None:
-            return
-        if number > _MOST_MEMBERS:
-            raise tarfile.ReadError(f"more than {_MOST_MEMBERS:,} files")
-        _check_length(member.offset_data + member.size, path)
-        if member.isreg():
-            yield PurePosixPath(member.name).name, member
-
-
-def _content(
-    archive: tarfile.TarFile,
-    member: tarfile.TarInfo,
-    stream: _Measured,
-    largest: int,
-    path: Path,
-) -> bytes:
-    """Return the bytes of a file in an archive; empty if none are wanted."""
-    if not largest:
-        return b""
-    if member.size > largest:
-        raise DataError(f"{path}: {Path(member.name).name} is larger than the official file")
-    stream.left = member.size
-    file = archive.extractfile(member)
-    return file.read() if file else b""
-
-
-def _check_length(length: int, path: Path) -> None:
-    if length > _ARCHIVE_BYTES:
-        raise DataError(f"{path}: is longer than the official archive; fetch it again")
-
-
-def _read_archive(edition: Edition, path: Path) -> dict[str, bytes]:
-    return _members(path, _largest_sizes(edition))
-
-
-def _read_folder(edition: Edition, folder: Path) -> dict[str, bytes]:
+def _read_folder(folder: Path, wanted: dict[str, int]) -> dict[str, bytes]:
     contents = {}
-    for name, largest in _largest_sizes(edition).items():
+    for name, largest in wanted.items():
         path = folder / name
         try:
             if not path.is_file():
@@ -291,11 +248,6 @@ def _read_folder(edition: Edition, folder: Path) -> dict[str, bytes]:
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     return contents
-
-
-def _largest_sizes(edition: Edition) -> dict[str, int]:
-    sizes = {file.name: file.records * edition.record_bytes for file in edition.files}
-    return {**sizes, edition.names_file: _NAMES_BYTES}
 
 
 def _records(

@@ -2,7 +2,6 @@
 
 import hashlib
 import http.client
-import os
 import sys
 import urllib.error
 import urllib.request
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from hvdtrain.errors import DataError
 from hvdtrain.host import output
+from hvdtrain.host.files import sync
 
 Progress = Callable[[int, int | None], None]  # bytes so far, total bytes if known
 
@@ -50,7 +50,9 @@ def download(url: str, path: Path, md5: str, progress: Progress | None = None) -
                 f"{url}: the download had a wrong MD5 and was deleted; try again, "
                 f"or put the official file at {path}"
             )
+        sync(part)
         part.rename(path)
+        sync(path.parent)
     except OSError as error:
         raise DataError(f"{part}: cannot be written ({error.strerror or error})") from error
     return path
@@ -103,26 +105,19 @@ def _fetch_rest(url: str, part: Path, show: Progress) -> None:
         resumed = response.status == HTTPStatus.PARTIAL_CONTENT
         if resumed and not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
             raise _Interrupted("the server sent another range than the requested one")
-        _append(response, part, have if resumed else 0, show)
-
-
-def _append(response: http.client.HTTPResponse, part: Path, have: int, show: Progress) -> None:
-    """Write the body of the response into the part file, starting at byte `have`."""
-    total = None if response.length is None else have + response.length
-    with part.open("ab" if have else "wb") as file:
-        show(have, total)
-        while True:
-            try:
-                block = response.read(_BLOCK)
-            except _NETWORK_ERRORS as error:
-                raise _Interrupted(_reason(error)) from error
-            if not block:
-                break
-            file.write(block)
-            have += len(block)
+        have = have if resumed else 0
+        total = None if response.length is None else have + response.length
+        with part.open("ab" if have else "wb") as file:
             show(have, total)
-        file.flush()
-        os.fsync(file.fileno())
+            while True:
+                try:
+                    block = response.read(_BLOCK)
+                except _NETWORK_ERRORS as error:
+                    raise _Interrupted(_reason(error)) from error
+                if not block:
+                    break
+                have += file.write(block)
+                show(have, total)
     if total is not None and have < total:
         raise _Interrupted(f"the connection ended after {have:,} of {total:,} bytes")
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host import records
 
 INDEX_FILE = "index.json"
 Resize = Literal["shorter", "squash", "pad"]
@@ -32,9 +33,8 @@ _INDEX_BYTES = 64 * 2**20  # hvdtrain writes no larger index
 _LARGEST = 2**48  # rows or bytes
 _LONGEST_SIDE = 2**16  # pixels
 _LOOKED_AT = 1000  # files in a folder without an index
-_SHARD_NAME = re.compile(
-    r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.h5"
-)  # a plain name, without a folder
+# A plain name, without a folder.
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.h5")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -212,13 +212,10 @@ def parse_index(folder: Path | str) -> Index:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     try:
-        if len(text) > _INDEX_BYTES:
-            raise _BrokenIndex(f"larger than {_INDEX_BYTES:,} bytes")
-        return _index(folder, json.loads(text))
-    except (_BrokenIndex, ValueError, RecursionError) as error:
-        reason = "not JSON" if not isinstance(error, _BrokenIndex) else str(error)
+        return _index(folder, text)
+    except ValueError as error:
         raise DataError(
-            f"{path}: not an index of hvdtrain ({reason}); pack the data set again"
+            f"{path}: not an index of hvdtrain ({error}); pack the data set again"
         ) from error
 
 
@@ -232,118 +229,100 @@ def _holds_images(folder: Path) -> bool:
         return False
 
 
-class _BrokenIndex(Exception):
-    """A broken rule of the format; the message names the rule and the place."""
+@dataclass(frozen=True)
+class _SplitFile:
+    """A split in `index.json`."""
+
+    count: int
+    chunk_rows: int
+    shards: tuple[Shard, ...]
 
 
-def _require(fulfilled: bool, rule: str) -> None:
-    if not fulfilled:
-        raise _BrokenIndex(rule)
+@dataclass(frozen=True)
+class _IndexFile:
+    """The content of `index.json`."""
+
+    format_version: int
+    image_shape: tuple[int, ...]
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    notes: tuple[str, ...]
+    splits: dict[str, _SplitFile]
+    resize: Resize | None = None
 
 
-def _object(value: object, where: str, keys: set[str]) -> dict[str, Any]:
-    """Return a JSON object after a check that it has exactly these keys."""
-    if not isinstance(value, dict):
-        raise _BrokenIndex(f"{where} is not an object")
-    for key in sorted(keys - value.keys()):
-        raise _BrokenIndex(f"{where} has no `{key}`")
-    for key in sorted(value.keys() - keys):
-        raise _BrokenIndex(f"{where} has an unknown key {key[:40]!r}")
-    return value
-
-
-def _list(value: object, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _BrokenIndex(f"{where} is not a list")
-    return value
-
-
-def _whole(value: object, where: str, largest: int = _LARGEST) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-        raise _BrokenIndex(f"{where} is not a whole number from 1 to {largest}")
-    return value
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str) or not value.isprintable():
-        raise _BrokenIndex(f"{where} is not a line of text")
-    return value
-
-
-def _number(value: object, where: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise _BrokenIndex(f"{where} is not between 0 and 1")
-    return float(value)
-
-
-def _index(folder: Path, value: object) -> Index:
-    """Return the index that a JSON value describes; raise _BrokenIndex if it breaks a rule."""
+def _index(folder: Path, text: bytes) -> Index:
+    """Return the index in a text; raise ValueError, with the reason, if it breaks a rule."""
+    if len(text) > _INDEX_BYTES:
+        raise ValueError(f"larger than {_INDEX_BYTES:,} bytes")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("not JSON") from None
     version = value.get("format_version") if isinstance(value, dict) else FORMAT_VERSION
-    if version not in (FORMAT_VERSION, FILES_VERSION) or isinstance(version, bool):
-        text = f"this hvdtrain reads {FORMAT_VERSION} and {FILES_VERSION}"
-        raise _BrokenIndex(f"format version {str(version)[:40]}, {text}")
-    keys = {"format_version", "image_shape", "class_names", "mean", "std", "notes", "splits"}
-    is_files = version == FILES_VERSION
-    keys |= {"encoding", "resize"} if is_files else set()
-    top = _object(value, "the file", keys)
-    height, width, channels = _image_shape(top["image_shape"])
-    mean = tuple(_number(number, "`mean`") for number in _list(top["mean"], "`mean`"))
-    std = tuple(_number(number, "`std`") for number in _list(top["std"], "`std`"))
-    _require(len(mean) == len(std) == channels, "`mean` or `std` is not one number per channel")
-    _require(min(std) > 0, "`std` is not above 0")
-    names = [_text(name, "`class_names`") for name in _list(top["class_names"], "`class_names`")]
-    _require(len(names) > 0, "`class_names` is empty")
-    notes = tuple(_text(note, "`notes`") for note in _list(top["notes"], "`notes`"))
-    splits = _object(top["splits"], "`splits`", set(SPLITS))
-    resize = top.get("resize")
-    if is_files:
-        _require(top["encoding"] == "jpeg", "`encoding` is not jpeg")
-        _require(resize in get_args(Resize), "`resize` is not shorter, squash or pad")
-        _require(height == width and channels == 3, "`image_shape` is not a square of 3 channels")
-    image_bytes = 1 if is_files else height * width * channels
-    parsed = {name: _split(name, splits[name], image_bytes) for name in SPLITS}
-    files = [shard.file for split in parsed.values() for shard in split.shards]
-    _require(len(files) == len(set(files)), "two shards have the same name")
-    return Index(
-        folder=folder,
-        format_version=version,
-        splits=parsed,
-        class_names=tuple(names),
-        image_shape=(height, width, channels),
-        mean=mean,
-        std=std,
-        notes=notes,
-        resize=resize,
-    )
+    if version not in (FORMAT_VERSION, FILES_VERSION):
+        known = f"this hvdtrain reads {FORMAT_VERSION} and {FILES_VERSION}"
+        raise ValueError(f"format version {str(version)[:40]}, {known}")
+    content: _IndexFile = records.build(_IndexFile, value, "the file")
+    for fault in _faults(content):
+        raise ValueError(fault)
+    height, width, channels = content.image_shape
+    splits = {
+        name: Split(name, split.count, split.shards, split.chunk_rows)
+        for name, split in content.splits.items()
+    }
+    fields = vars(content) | {"image_shape": (height, width, channels), "splits": splits}
+    index = Index(folder, **fields)
+    if index.to_json() != value:
+        raise ValueError("the file has unknown keys")
+    return index
 
 
-def _image_shape(value: object) -> tuple[int, ...]:
-    sides = _list(value, "`image_shape`")
-    _require(len(sides) == 3, "`image_shape` is not [height, width, channels]")
-    return tuple(_whole(side, "`image_shape`", _LONGEST_SIDE) for side in sides)
+def _faults(content: _IndexFile) -> Iterator[str]:
+    """Yield the rules that an index breaks; those after the first one may be wrong."""
+    if len(content.image_shape) != 3 or not _are_whole(content.image_shape, _LONGEST_SIDE):
+        yield "`image_shape` is not [height, width, channels]"
+    height, width, channels = content.image_shape
+    if not len(content.mean) == len(content.std) == channels:
+        yield "`mean` or `std` is not one number per channel"
+    if not all(0 <= number <= 1 for number in content.mean):
+        yield "`mean` is not between 0 and 1"
+    if not all(0 < number <= 1 for number in content.std):
+        yield "`std` is not above 0 and at most 1"
+    if not content.class_names:
+        yield "`class_names` is empty"
+    if not all(map(str.isprintable, (*content.class_names, *content.notes))):
+        yield "`class_names` or `notes` is not a line of text"
+    is_files = content.format_version == FILES_VERSION
+    if content.resize not in (get_args(Resize) if is_files else (None,)):
+        yield "`resize` is not shorter, squash or pad"
+    if is_files and not (height == width and channels == 3):
+        yield "`image_shape` is not a square of 3 channels"
+    if content.splits.keys() != set(SPLITS):
+        yield "`splits` are not `train` and `test`"
+    image_bytes = 1 if is_files else math.prod(content.image_shape)
+    for name, split in content.splits.items():
+        for shard in split.shards:
+            if not _SHARD_NAME.fullmatch(shard.file):
+                yield f"{shard.file[:40]!r} is not a valid name of a shard"
+            if not _HASH.fullmatch(shard.sha256):
+                yield f"`sha256` of {shard.file} is not 64 hex digits"
+            if not _are_whole((shard.count, shard.bytes)):
+                yield f"`count` or `bytes` of {shard.file} is not above 0"
+            # Images are stored uncompressed, so a count that is too large is detected here.
+            if shard.count * image_bytes > shard.bytes:
+                yield f"{shard.file} is too small for {shard.count} images"
+        if not _are_whole((split.count, split.chunk_rows)):
+            yield f"`count` or `chunk_rows` of split `{name}` is not above 0"
+        if sum(shard.count for shard in split.shards) != split.count:
+            yield f"counts in split `{name}` disagree"
+        if any(shard.count % split.chunk_rows for shard in split.shards[:-1]):
+            yield f"a shard of split `{name}` ends inside a chunk"
+    files = [shard.file for split in content.splits.values() for shard in split.shards]
+    if len(files) != len(set(files)):
+        yield "two shards have the same name"
 
 
-def _split(name: str, value: object, image_bytes: int) -> Split:
-    where = f"split `{name}`"
-    fields = _object(value, where, {"count", "chunk_rows", "shards"})
-    count = _whole(fields["count"], f"`count` of {where}")
-    chunk_rows = _whole(fields["chunk_rows"], f"`chunk_rows` of {where}")
-    shards = tuple(_shard(shard, where, image_bytes) for shard in _list(fields["shards"], where))
-    _require(sum(shard.count for shard in shards) == count, f"counts in {where} disagree")
-    whole = all(shard.count % chunk_rows == 0 for shard in shards[:-1])
-    _require(whole, f"a shard of {where} ends inside a chunk")
-    return Split(name, count, shards, chunk_rows)
-
-
-def _shard(value: object, where: str, image_bytes: int) -> Shard:
-    fields = _object(value, f"a shard of {where}", {"file", "count", "bytes", "sha256"})
-    file, sha256 = fields["file"], fields["sha256"]
-    plain = isinstance(file, str) and _SHARD_NAME.fullmatch(file) is not None
-    _require(plain, f"{str(file)[:40]!r} is not a valid name of a shard")
-    hashed = isinstance(sha256, str) and _HASH.fullmatch(sha256) is not None
-    _require(hashed, f"`sha256` of {file} is not 64 hex digits")
-    count = _whole(fields["count"], f"`count` of {file}")
-    size = _whole(fields["bytes"], f"`bytes` of {file}")
-    # Images are stored uncompressed, so a count that is too large is detected here.
-    _require(count * image_bytes <= size, f"{file} is too small for {count} images")
-    return Shard(file, count, size, sha256)
+def _are_whole(numbers: Sequence[int], largest: int = _LARGEST) -> bool:
+    return all(1 <= number <= largest for number in numbers)

@@ -7,10 +7,12 @@ before `10`), then by class. So files that are numbered through all classes keep
 import csv
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+from pathlib import Path, PurePath
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,6 @@ from numpy.typing import NDArray
 from hvdtrain.data.images import shown
 from hvdtrain.data.index import IMAGE_SUFFIXES
 from hvdtrain.data.order import shuffled
-from hvdtrain.data.walk import Walk, is_folder, kind_of
 from hvdtrain.errors import DataError, UsageError
 
 Labels = NDArray[np.int32]
@@ -31,6 +32,18 @@ _FILE_COLUMNS = ("file", "filename", "file_name", "path", "image", "image_path",
 _LABEL_COLUMNS = ("label", "class", "target", "category", "class_name", "y")
 _PARTS = 2
 _NAMED = 5  # names in a message
+# The first bytes of files, and what they are. A tape archive says so at byte 257.
+_KINDS = {
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file",
+    b"MATLAB": "a MATLAB file",
+    b"PK\x03\x04": "a ZIP archive",
+    b"\x1f\x8b": "a gzip archive",
+    b"PAR1": "a Parquet file",
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+    b"\x89PNG": "a single image",
+    b"\xff\xd8\xff": "a single image",
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,91 @@ class Listing:
     left_out: str = ""
 
 
+def kind_of(path: Path) -> str:
+    """Return what a file is by its first bytes; "text" for text in ASCII or UTF-8."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(512)
+    except OSError as error:
+        raise DataError(f"{shown(path)}: cannot be read ({error.strerror})") from error
+    named = (kind for first, kind in _KINDS.items() if start.startswith(first))
+    other = "a file of another kind" if b"\0" in start else "text"
+    return "a tape archive" if start[257:262] == b"ustar" else next(named, other)
+
+
+@dataclass
+class Walk:
+    """A walk through the folders of a source, which refuses to read anything twice.
+
+    Attributes:
+        folders, links: the folders that were read, and the files that are symbolic links, by
+            device and inode.
+        others: the number of files that are no images, by suffix.
+    """
+
+    folders: dict[tuple[int, int], Path] = field(default_factory=dict)
+    links: dict[tuple[int, int], Path] = field(default_factory=dict)
+    others: Counter[str] = field(default_factory=Counter)
+
+    def enter(self, folder: Path) -> list[os.DirEntry[str]]:
+        """Return the visible entries of a folder that was not read yet."""
+        try:
+            with os.scandir(folder) as entries:
+                visible = [entry for entry in entries if not entry.name.startswith(".")]
+            identity = _identity(folder.stat())
+        except OSError as error:
+            raise DataError(f"{shown(folder)}: cannot be read ({error.strerror})") from error
+        if (first := self.folders.setdefault(identity, folder)) != folder:
+            raise _read_twice(folder, first)
+        return visible
+
+    def files(self, folder: Path, name: str) -> Iterator[str]:
+        """Yield the paths of the image files in a folder and in those inside it."""
+        for entry in self.enter(folder):
+            path = f"{name}{os.sep}{entry.name}"
+            if _is_folder(entry):
+                yield from self.files(folder / entry.name, path)
+            elif not entry.name.lower().endswith(IMAGE_SUFFIXES):
+                self.others[PurePath(entry.name).suffix.lower() or "without suffix"] += 1
+            elif entry.is_symlink():
+                with suppress(OSError):  # a link to nothing is a broken file
+                    self.links.setdefault(_identity(entry.stat()), folder / entry.name)
+                yield path
+            elif entry.is_file():  # no FIFO, which would wait
+                yield path
+
+    def check(self, files: Iterable[Path]) -> None:
+        """Refuse links to other ones of all the files that are read; raise DataError."""
+        for file in files if self.links else ():
+            with suppress(OSError):
+                if (link := self.links.get(_identity(file.stat()), file)) != file:
+                    raise _read_twice(link, file)
+
+    def counts(self) -> str:
+        """Return how many files are no images, by suffix; empty if there are none."""
+        texts = (f"{number:,} {name}" for name, number in sorted(self.others.items()))
+        return shown(", ".join(texts))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder or a link to one; False for a link to itself."""
+    with suppress(OSError):
+        return entry.is_dir()
+    return False
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _read_twice(one: Path, other: Path) -> DataError:
+    target, link = sorted((one, other), key=lambda path: (path.is_symlink(), len(path.parts)))
+    return DataError(
+        f"{shown(link)}: is the same as {shown(target)}, so that its images would count twice: "
+        "remove the link"
+    )
+
+
 def list_folder(source: Path) -> Listing:
     """List a folder of class folders, or of `train` and one of TEST_FOLDERS with class folders.
 
@@ -75,66 +173,50 @@ def list_folder(source: Path) -> Listing:
         DataError: for a folder without images, a class without images, splits with other
             classes, and a symbolic link to a folder above or to what is read already.
     """
-    splits, notes = _split_folders(source)
-    walk = Walk()
-    names = {name: _class_folders(folder, walk) for name, folder in splits.items()}
-    first, *others = names
-    for other in others:
-        _check_same_classes(splits, names[first], names[other], first, other)
-    images = {
-        name: _images_of(source, folder, names[first], walk) for name, folder in splits.items()
-    }
-    class_names = tuple(map(shown, names[first]))
-    walk.check(source / path for split in images.values() for path in split.paths)
-    return Listing(source, images, class_names, notes, walk.counts())
-
-
-def _split_folders(source: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """Return the folders of the splits, and a note on what they stand for."""
-    if not (source / "train").is_dir():
-        return {ALONE: source}, ()
     tests = [name for name in TEST_FOLDERS if (source / name).is_dir()]
-    notes = [f"{tests[0]}/ is the test split"] if tests and tests[0] != "test" else []
-    for name in tests[1:]:
-        count = ""
-        with suppress(DataError):  # it is not read: what is wrong with it does not matter
-            count = f", with {sum(1 for _ in Walk().files(source / name, name)):,} image(s)"
-        notes.append(f"{name}/ is left out{count}")
-    if not tests:
-        return {ALONE: source / "train"}, ()
-    return {"train": source / "train", "test": source / tests[0]}, tuple(notes)
-
-
-def _class_folders(folder: Path, walk: Walk) -> list[str]:
-    names = [entry.name for entry in walk.enter(folder) if is_folder(entry)]
-    if not names:
-        raise DataError(
-            f"{shown(folder)}: holds no folders of images: put the images of each class into a "
-            "folder named after the class, or give a CSV file of files and labels"
-        )
-    return sorted(names, key=lambda name: (natural(name), name))
-
-
-def _check_same_classes(
-    folders: dict[str, Path], ours: Sequence[str], theirs: Sequence[str], first: str, other: str
-) -> None:
-    for extra, place in ((set(ours) - set(theirs), other), (set(theirs) - set(ours), first)):
-        if extra:
+    notes: list[str] = []
+    if not (source / "train").is_dir():
+        splits = {ALONE: source}
+    elif not tests:
+        splits = {ALONE: source / "train"}
+    else:
+        splits = {"train": source / "train", "test": source / tests[0]}
+        notes += [f"{tests[0]}/ is the test split"] if tests[0] != "test" else []
+        for name in tests[1:]:
+            count = ""
+            with suppress(DataError):  # it is not read: what is wrong with it does not matter
+                count = f", with {sum(1 for _ in Walk().files(source / name, name)):,} image(s)"
+            notes.append(f"{name}/ is left out{count}")
+    walk = Walk()
+    names = {}
+    for split, folder in splits.items():
+        entries = [entry.name for entry in walk.enter(folder) if _is_folder(entry)]
+        names[split] = sorted(entries, key=lambda name: (natural(name), name))
+        if not entries:
             raise DataError(
-                f"{shown(folders[place])}: has no folder of the class(es) {some(extra)}, which "
+                f"{shown(folder)}: holds no folders of images: put the images of each class into "
+                "a folder named after the class, or give a CSV file of files and labels"
+            )
+    classes = next(iter(names.values()))
+    for one, other in permutations(names, 2):
+        if extra := set(names[one]) - set(names[other]):
+            raise DataError(
+                f"{shown(splits[other])}: has no folder of the class(es) {some(extra)}, which "
                 f"the other split has: both splits need the same classes"
             )
+    images = {name: _images_of(source, folder, classes, walk) for name, folder in splits.items()}
+    walk.check(source / path for split in images.values() for path in split.paths)
+    return Listing(source, images, tuple(map(shown, classes)), tuple(notes), walk.counts())
 
 
 def _images_of(source: Path, folder: Path, classes: Sequence[str], walk: Walk) -> Images:
     ordered: list[tuple[str, int, str]] = []
+    prefix = os.path.relpath(folder, source)
+    prefix = "" if prefix == os.curdir else prefix + os.sep
     for label, name in enumerate(classes):
         before = len(ordered)
-        start = len(name) + 1
-        prefix = os.path.relpath(folder, source)
-        prefix = "" if prefix == os.curdir else prefix + os.sep
         for path in walk.files(folder / name, name):
-            ordered.append((natural(path[start:]), label, prefix + path))
+            ordered.append((natural(path[len(name) + 1 :]), label, prefix + path))
         if len(ordered) == before:
             held = f", but {walk.counts()}" if walk.others else ""
             raise DataError(
@@ -191,9 +273,16 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, str]]:
                     continue
                 if width is None:
                     width = len(row)
-                    _check_separator(path, row)
-                    if header := _header(row):
-                        where = header
+                    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
+                        if width == 1 and separator in row[0]:
+                            raise DataError(
+                                f"{shown(path)}: its columns are separated by {name}: use commas"
+                            )
+                    names = [cell.strip().lower() for cell in row]
+                    file_columns = [i for i, name in enumerate(names) if name in _FILE_COLUMNS]
+                    label_columns = [i for i, name in enumerate(names) if name in _LABEL_COLUMNS]
+                    if file_columns and label_columns:
+                        where = file_columns[0], label_columns[0]
                         continue
                 if len(row) != width or width < _PARTS or not row[where[0]]:
                     raise DataError(
@@ -209,19 +298,6 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, str]]:
     except (OSError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(f"{shown(path)}: cannot be read ({reason})") from error
-
-
-def _check_separator(path: Path, row: Sequence[str]) -> None:
-    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
-        if len(row) == 1 and separator in row[0]:
-            raise DataError(f"{shown(path)}: its columns are separated by {name}: use commas")
-
-
-def _header(row: Sequence[str]) -> tuple[int, int] | None:
-    names = [cell.strip().lower() for cell in row]
-    files = [place for place, name in enumerate(names) if name in _FILE_COLUMNS]
-    labels = [place for place, name in enumerate(names) if name in _LABEL_COLUMNS]
-    return (files[0], labels[0]) if files and labels else None
 
 
 def labels_of(
@@ -251,9 +327,18 @@ def labels_of(
     everything = set().union(*texts.values())
     if all(re.fullmatch(r"[+-]?[0-9]{1,18}", label) for label in everything):
         numbers = {label: int(label) for label in everything}
-        names = _numbered_classes(
-            sorted(set(numbers.values())), shown(next(iter(places.values())))
-        )
+        smallest, largest = min(numbers.values()), max(numbers.values())
+        place = shown(next(iter(places.values())))
+        for number in (smallest, largest):
+            if not 0 <= number < MOST_CLASSES:
+                raise DataError(
+                    f"{place}: label {number} is out of range: give whole numbers from 0, or names"
+                )
+        if smallest > 0:
+            raise DataError(
+                f"{place}: no image has label 0, the smallest is {smallest}: labels start at 0"
+            )
+        names = tuple(f"class {number}" for number in range(largest + 1))
     else:
         ordered = sorted(everything, key=lambda name: (natural(name), name))
         numbers = {name: number for number, name in enumerate(ordered)}
@@ -270,19 +355,6 @@ def labels_of(
                 "one in each split"
             )
     return result, names
-
-
-def _numbered_classes(numbers: list[int], place: str) -> tuple[str, ...]:
-    for number in (numbers[0], numbers[-1]):
-        if not 0 <= number < MOST_CLASSES:
-            raise DataError(
-                f"{place}: label {number} is out of range: give whole numbers from 0, or names"
-            )
-    if numbers[0] > 0:
-        raise DataError(
-            f"{place}: no image has label 0, the smallest is {numbers[0]}: labels start at 0"
-        )
-    return tuple(f"class {number}" for number in range(numbers[-1] + 1))
 
 
 def split_listing(listing: Listing, fractions: tuple[float, float], seed: int) -> Listing:

@@ -5,39 +5,77 @@ shards: the result is the same for any number of them, and a killed run resumes 
 shard.
 """
 
+import errno
 import hashlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.data import cifar
 from hvdtrain.data.arrays import ArraySource, holds_arrays, read_arrays
-from hvdtrain.data.images import check_size, shown
+from hvdtrain.data.images import check_size, decode, open_image, resized, shown
 from hvdtrain.data.index import Encoding, Index, Resize
 from hvdtrain.data.listing import (
     ALONE,
+    Images,
     Listing,
+    kind_of,
     list_csv,
     list_folder,
     parse_split,
+    some,
     split_labels,
     split_listing,
 )
-from hvdtrain.data.walk import kind_of
-from hvdtrain.data.workers import Files, PackOptions, Task, broken_file, read_image, worker_pool
-from hvdtrain.data.writer import Layout, Progress, write_sources
+from hvdtrain.data.writer import (
+    Block,
+    Fault,
+    Layout,
+    Progress,
+    Resumable,
+    count_values,
+    write_sources,
+)
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import output
+from hvdtrain.host.records import opened
+from hvdtrain.host.stop import end_with_parent
 
 DEFAULT_FILES_SIZE = 224  # the size that image files are decoded to without --size
 _FILES_LOOKED_AT = 1000  # for the average size of a file
 _MOST_WORKERS = 512
+_BLOCK_BYTES = 2**22  # of images that a process decodes at a time
+_BLOCK_FILES = 64
+_AHEAD = 3  # blocks per process that are ready or being made
+# Errors of a file that is itself broken; after others the file may be good.
+_FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.ELOOP, errno.EISDIR)
+
+Result = tuple[Block, list[Fault]]  # good files; the others
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """Options of `pack`."""
+
+    size: int | None = None
+    resize: Resize = "shorter"
+    encoding: Encoding = "raw"
+    split: str | None = None
+    seed: int = 0
+    skip_broken: bool = False
 
 
 def pack(
@@ -83,7 +121,14 @@ def pack(
     """
     source = Path(source)
     options = PackOptions(size, resize, encoding, split, seed, skip_broken)
-    _check(options, workers)
+    if size is not None:
+        check_size(size, resize)
+    if encoding not in ("raw", "jpeg"):
+        raise UsageError(f"--encoding {encoding}: choose raw or jpeg")
+    if split is not None:
+        parse_split(split)
+    if workers is not None and not 1 <= workers <= _MOST_WORKERS:
+        raise UsageError(f"--workers {workers}: choose from 1 to {_MOST_WORKERS}")
     if not source.exists():
         raise DataError(
             f"{shown(source)}: no such file or folder; get CIFAR with `hvdtrain data fetch`, or "
@@ -105,17 +150,6 @@ def pack(
     if _has_splits(source, listing.splits, options):
         listing = split_listing(listing, parse_split(cast(str, split)), seed)
     return _pack_files(listing, Path(destination), options, shard_mb, workers, report)
-
-
-def _check(options: PackOptions, workers: int | None) -> None:
-    if options.size is not None:
-        check_size(options.size, options.resize)
-    if options.encoding not in ("raw", "jpeg"):
-        raise UsageError(f"--encoding {options.encoding}: choose raw or jpeg")
-    if options.split is not None:
-        parse_split(options.split)
-    if workers is not None and not 1 <= workers <= _MOST_WORKERS:
-        raise UsageError(f"--workers {workers}: choose from 1 to {_MOST_WORKERS}")
 
 
 def _has_splits(source: Path, splits: dict[str, Any], options: PackOptions) -> bool:
@@ -145,7 +179,7 @@ def _pack_arrays(source: Path, destination: Path, options: PackOptions, shard_mb
         arrays = dict.fromkeys(rows, (array, labels))
     else:
         rows = {name: np.arange(len(labels)) for name, (_, labels) in arrays.items()}
-    sides = {array.shape()[1:3] for array, _ in arrays.values()}
+    sides = {array.shape[1:3] for array, _ in arrays.values()}
     if options.size is None and len(sides) > 1:
         raise DataError(f"{shown(source)}: its splits have images of two sizes: give --size N")
     height, width = (options.size, options.size) if options.size else sides.pop()
@@ -175,44 +209,40 @@ def _pack_files(
     workers: int | None,
     report: Callable[[str], None],
 ) -> Index:
-    splits = listing.splits
     size, file_bytes, how = options.size, 0, None
     if options.encoding == "jpeg":
-        size = size or DEFAULT_FILES_SIZE
-        file_bytes = _average_bytes(listing)
-        how = options.resize
+        size, how = size or DEFAULT_FILES_SIZE, options.resize
+        paths = listing.splits["train"].paths
+        chosen = paths[:: max(1, len(paths) // _FILES_LOOKED_AT)]
+        sizes = [status.st_size for path in chosen if (status := _status(listing.folder, path))]
+        file_bytes = sum(sizes) // max(1, len(sizes))
     if size is None:
         size = _common_size(listing, options.skip_broken)
     layout = Layout((size, size, 3), how, file_bytes, shard_mb)
-    may_resize = options.size is not None or how is not None
-    task = Task(str(listing.folder), size, may_resize, options)
-    files = sum(len(images.paths) for images in splits.values())
-    with worker_pool(min(workers or _cores(), files)) as pool:
+    task = Task(str(listing.folder), size, options.size is not None or how is not None, options)
+    files = sum(len(images.paths) for images in listing.splits.values())
+    workers = min(workers or len(os.sched_getaffinity(0)), files)
+    with _worker_pool(workers) as pool, progress_bar("packing", files) as progress:
         needed = {"train": listing.class_names}
         sources = {
-            name: Files(images, task, pool, layout, needed.get(name, ()))
-            for name, images in splits.items()
+            name: Files(images, task, pool, workers, layout, needed.get(name, ()))
+            for name, images in listing.splits.items()
         }
-        with progress_bar("packing", files) as progress:
-            index = write_sources(
-                destination,
-                sources,
-                layout,
-                listing.class_names,
-                listing.notes,
-                key=pack_key(listing, options, shard_mb),
-                progress=progress,
-            )
+        index = write_sources(
+            destination,
+            sources,
+            layout,
+            listing.class_names,
+            listing.notes,
+            key=pack_key(listing, options, shard_mb),
+            progress=progress,
+        )
     for source in sources.values():
         for _, fault in source.broken:
             report(fault)
     if listing.left_out:
         report(f"by their suffix no images: {listing.left_out}")
     return index
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def pack_key(listing: Listing, options: PackOptions, shard_mb: int) -> str:
@@ -228,14 +258,6 @@ def pack_key(listing: Listing, options: PackOptions, shard_mb: int) -> str:
     return digest.hexdigest()
 
 
-def _average_bytes(listing: Listing) -> int:
-    """Return the average size of a file, from files spread over the train split."""
-    paths = listing.splits["train"].paths
-    chosen = paths[:: max(1, len(paths) // _FILES_LOOKED_AT)]
-    sizes = [status.st_size for path in chosen if (status := _status(listing.folder, path))]
-    return sum(sizes) // max(1, len(sizes))
-
-
 def _status(folder: Path, path: str) -> os.stat_result | None:
     """Return the status of a file; None for one that is refused or left out later."""
     try:  # a Path per file takes longer than its status
@@ -247,16 +269,182 @@ def _status(folder: Path, path: str) -> os.stat_result | None:
 def _common_size(listing: Listing, skip_broken: bool) -> int:
     """Return the side of the first image; raise DataError unless it is square."""
     for path in (path for images in listing.splits.values() for path in images.paths):
+        file = str(listing.folder / path)
         try:
-            image = read_image(listing.folder / path)
+            image = decode(_content(file), file)
         except DataError as error:
             if skip_broken:
                 continue
-            raise broken_file(error) from None
-        height, width = image.shape[:2]
-        _check_square(height, width, shown(listing.folder / path))
+            raise _broken_file(error) from None
+        _check_square(image.shape[0], image.shape[1], shown(file))
         return len(image)
     raise DataError(f"{shown(listing.folder)}: not one of its images can be read")
+
+
+def _broken_file(error: DataError) -> DataError:
+    """Return an error of one file with what may be done about it."""
+    return DataError(f"{error}: restore it, or leave broken files out with --skip-broken")
+
+
+class _NeverLeftOut(DataError):
+    """A fault that --skip-broken does not cover, because the file is good."""
+
+
+def _content(path: str) -> bytes:
+    try:
+        with opened(Path(path)) as file:  # a FIFO would wait
+            return file.read()
+    except ValueError as error:  # a null byte in the name
+        raise DataError(f"{shown(path)}: cannot be read ({error})") from None
+    except OSError as error:
+        kind = DataError if error.errno in _FILE_ERRORS else _NeverLeftOut
+        raise kind(f"{shown(path)}: cannot be read ({error.strerror})") from None
+
+
+@dataclass(frozen=True)
+class Task:
+    """The work of a process: to read, decode and resize files.
+
+    Attributes:
+        size: side of the images in pixels.
+        may_resize: whether images of other sizes are resized, and not refused.
+    """
+
+    folder: str
+    size: int
+    may_resize: bool
+    options: PackOptions
+
+    def run(self, paths: Sequence[str], labels: NDArray[np.int32], start: int) -> Result:
+        """Return a block of the files; `start` is the place of the first one.
+
+        Raises:
+            DataError: naming the first broken file, unless it may be left out.
+        """
+        good: list[int] = []
+        images: list[Any] = []
+        counts = np.zeros((len(paths), 3, 256), np.int64)
+        broken: list[Fault] = []
+        for row, path in enumerate(paths):
+            try:
+                content, image = self._read(str(Path(self.folder, path)))
+            except _NeverLeftOut:
+                raise
+            except DataError as error:
+                if not self.options.skip_broken:
+                    raise _broken_file(error) from None
+                broken.append((start + row, str(error)))
+                continue
+            good.append(row)
+            images.append(content if self.options.encoding == "jpeg" else image)
+            count_values(image[None], counts[row])
+        places = start + np.array(good, np.int64)
+        return Block(_array(images), labels[good], places, counts[good].astype(np.uint32)), broken
+
+    def _read(self, path: str) -> tuple[bytes, NDArray[np.uint8]]:
+        content = _content(path)
+        image = open_image(content, path)
+        width, height = image.size
+        if not self.may_resize and (height, width) != (self.size, self.size):
+            raise _NeverLeftOut(
+                f"{shown(path)}: image of {width}x{height} pixels, others have "
+                f"{self.size}x{self.size}: give --size N to resize all"
+            )
+        return content, resized(image, self.size, self.options.resize, path)
+
+
+def _array(images: list[Any]) -> NDArray[Any]:
+    """Return images as one array; files, and none at all, as an array of objects."""
+    if images and not isinstance(images[0], bytes):
+        return np.stack(images)
+    array = np.empty(len(images), object)
+    array[:] = images
+    return array
+
+
+@dataclass
+class Files:
+    """A split whose images are files.
+
+    Attributes:
+        pool: processes that decode; None: this process does.
+        needed: names of the classes, if each needs a good file.
+    """
+
+    images: Images
+    task: Task
+    pool: ProcessPoolExecutor | None
+    workers: int
+    layout: Layout
+    needed: Sequence[str] = ()
+    broken: list[Fault] = field(default_factory=list)
+
+    def blocks(self, start: int, rows: int) -> Iterator[Block]:
+        """Yield the good files from place `start` on, in blocks of any size.
+
+        Raises:
+            DataError: for a broken file that is not left out; after the last block, for a class
+                whose files were all left out.
+        """
+        step = max(1, min(_BLOCK_FILES, _BLOCK_BYTES // self.layout.image_bytes))
+        paths, labels = self.images.paths, self.images.labels
+        calls = (
+            partial(self.task.run, paths[low : low + step], labels[low : low + step], low)
+            for low in range(start, len(paths), step)
+        )
+        for block, broken in self._in_order(calls):
+            self.broken += broken
+            if len(block):
+                yield block
+        good = np.delete(labels, [place for place, _ in self.broken])
+        if lacking := sorted(set(range(len(self.needed))) - set(good.tolist())):
+            path = Path(self.task.folder, paths[labels.tolist().index(lacking[0])])
+            raise DataError(
+                f"every training image of {some(self.needed[number] for number in lacking)} is "
+                f"broken, such as {shown(path)}: restore the images, or remove the class"
+            )
+
+    def _in_order(self, calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
+        """Yield the results of the calls in order; few of them are made in advance."""
+        if self.pool is None:
+            yield from (call() for call in calls)
+            return
+        waiting: deque[Future[Result]] = deque()
+        try:
+            for call in calls:
+                waiting.append(self.pool.submit(call))
+                if len(waiting) >= _AHEAD * self.workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise Resumable(
+                "a packing process was killed, perhaps for its memory: run the command again with "
+                "fewer --workers to resume"
+            ) from None
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+@contextmanager
+def _worker_pool(workers: int) -> Iterator[ProcessPoolExecutor | None]:
+    """Yield processes that end with this one; None for a single one: this process itself."""
+    if workers < 2:
+        yield None
+        return
+    executor = ProcessPoolExecutor(workers, get_context("fork"), _start)
+    try:
+        executor.submit(os.getpid).result()  # all are forked now, before there are more threads
+        yield executor
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _start() -> None:
+    """Set up a worker: the parent alone handles Ctrl-C, and its end is that of the worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
 
 
 @contextmanager

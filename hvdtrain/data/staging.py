@@ -3,20 +3,17 @@
 import hashlib
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO
 
 from hvdtrain.data.index import INDEX_FILE, RESTORE, Index, Shard, parse_index, size_fault
 from hvdtrain.data.shardfile import shard_sha256
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.host.files import make_own_folder
+from hvdtrain.host.files import PRIVATE, make_own_folder, write_whole
 
 _BLOCK_BYTES = 4 * 2**20
-_PREFIX = ".staging-"
 _ABANDONED_SECONDS = 3600.0
 
 
@@ -46,18 +43,26 @@ def stage(index: Index, directory: str) -> int:
         UsageError: as in `staged_folder`, or if another user could change the copy.
     """
     folder = staged_folder(index, directory)
+    copy = replace(index, folder=folder)
     copied = 0
     try:
         make_own_folder(folder, "--stage")
-        _remove_abandoned(folder)
+        for path in folder.glob(".*"):  # of processes that were killed while they copied
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()
         for split in index.splits.values():
             for shard in split.shards:
-                if not _is_whole(folder, index, shard):
-                    _copy(index.folder / shard.file, folder / shard.file, shard.sha256)
+                if size_fault(folder, shard) or shard_sha256(copy, shard) != shard.sha256:
+                    _copy(index.folder, folder, shard)
                     copied += shard.bytes
-        if not _has_index(folder, index):
-            with _new_file(folder / INDEX_FILE) as file:
-                file.write((index.folder / INDEX_FILE).read_bytes())
+        try:
+            is_whole = parse_index(folder).hash == index.hash
+        except DataError:
+            is_whole = False
+        if not is_whole:
+            content = (index.folder / INDEX_FILE).read_bytes()
+            write_whole(folder / INDEX_FILE, lambda file: file.write(content), PRIVATE)
     except OSError as error:
         raise DataError(
             f"{index.folder} cannot be copied to {folder} on {os.uname().nodename} "
@@ -66,46 +71,16 @@ def stage(index: Index, directory: str) -> int:
     return copied
 
 
-def _is_whole(folder: Path, index: Index, shard: Shard) -> bool:
-    copy = replace(index, folder=folder)
-    return size_fault(folder, shard) is None and shard_sha256(copy, shard) == shard.sha256
+def _copy(source: Path, target: Path, shard: Shard) -> None:
+    def copy(to: IO[bytes]) -> None:
+        digest = hashlib.sha256()
+        with (source / shard.file).open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+                to.write(block)
+        if digest.hexdigest() != shard.sha256:
+            raise DataError(
+                f"{source / shard.file}: shard differs from the index (another SHA-256); {RESTORE}"
+            )
 
-
-def _has_index(folder: Path, index: Index) -> bool:
-    try:
-        return parse_index(folder).hash == index.hash
-    except DataError:
-        return False
-
-
-def _copy(source: Path, target: Path, sha256: str) -> None:
-    digest = hashlib.sha256()
-    with source.open("rb") as file, _new_file(target) as copy:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            copy.write(block)
-        if digest.hexdigest() != sha256:
-            raise DataError(f"{source}: shard differs from the index (another SHA-256); {RESTORE}")
-
-
-@contextmanager
-def _new_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a temporary file; rename it once it is complete, and remove it after an error."""
-    with NamedTemporaryFile(dir=path.parent, prefix=_PREFIX, delete=False) as file:
-        try:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            Path(file.name).replace(path)
-        except BaseException:
-            with suppress(OSError):
-                Path(file.name).unlink()
-            raise
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove the files of processes that were killed while they copied."""
-    for path in folder.glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-                path.unlink()
+    write_whole(target / shard.file, copy, PRIVATE)

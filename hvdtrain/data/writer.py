@@ -1,28 +1,51 @@
 """Writing a packed data set: into a temporary folder, with renames at the end, the index last.
 
-A source with a key is packed on after a kill: the temporary folder holds the finished shards and a
-journal of them.
+The temporary folder is locked while a process writes into it, so that a second one is refused. A
+source with a key resumes after a kill: a record beside each finished shard says what it holds.
 """
 
+import errno
 import hashlib
+import json
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from hvdtrain.data.index import FILES_VERSION, FORMAT_VERSION, Index, Resize, Shard, Split
-from hvdtrain.data.partial import Done, Journal, partial_folder, publish, write_file
+from hvdtrain.data.index import (
+    FILES_VERSION,
+    FORMAT_VERSION,
+    INDEX_FILE,
+    SPLITS,
+    Index,
+    Resize,
+    Shard,
+    Split,
+)
 from hvdtrain.data.shardfile import Batch, chunk_rows, encode_shard
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host import files
+
+PARTIAL_FOLDER = ".partial"
+LOCK = "lock"
 
 _LARGEST_SHARD_MB = 2048
 _BLOCK_ROWS = 1024  # images counted at a time for the mean
 
 Progress = Callable[[int], None]  # samples read so far, of all splits
+Fault = tuple[int, str]  # place and description of a sample that was left out
+
+
+class Resumable(DataError):
+    """A fault of the machine, not of the source: what is written so far is kept to resume."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +67,8 @@ class Block:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def part(self, start: int, stop: int) -> "Block":
-        """Return samples [start, stop) of the block."""
-        rows = slice(start, stop)
+    def part(self, rows: slice) -> "Block":
+        """Return some of the samples."""
         counts = None if self.counts is None else self.counts[rows]
         return Block(self.images[rows], self.labels[rows], self.places[rows], counts)
 
@@ -58,12 +80,12 @@ class Source:
     Images are uint8 [n, height, width, channels], labels are whole numbers [n].
 
     Attributes:
-        broken: place and description of each sample that was left out so far.
+        broken: the samples that were left out so far.
     """
 
     count: int
     read: Callable[[int, int], tuple[NDArray[np.uint8], NDArray[np.integer]]]
-    broken: list[tuple[int, str]] = field(default_factory=list)
+    broken: list[Fault] = field(default_factory=list)
 
     def blocks(self, start: int, rows: int) -> Iterator[Block]:
         """Yield the samples from `start` on, in blocks of `rows`."""
@@ -104,6 +126,27 @@ class Layout:
         return rows * max(1, self.shard_mb * 2**20 // (self.image_bytes * rows))
 
 
+@dataclass
+class _Finished:
+    """A shard in the temporary folder.
+
+    Attributes:
+        key: identity of the sources and options.
+        first_id: id of its first sample.
+        next: place in the source of the first sample after it.
+        broken: the samples left out since the shard before.
+        counts: how many pixels have each value, [channels][256]; empty outside the train split.
+    """
+
+    key: str | None
+    shard: Shard
+    first_id: int
+    next: int
+    largest_label: int
+    broken: list[Fault]
+    counts: list[list[int]]
+
+
 def write_sources(
     destination: Path | str,
     sources: Mapping[str, Any],
@@ -133,95 +176,99 @@ def write_sources(
     if not 1 <= layout.shard_mb <= _LARGEST_SHARD_MB:
         raise UsageError(f"shards of {layout.shard_mb} MiB: choose from 1 to {_LARGEST_SHARD_MB}")
     destination = Path(destination)
-    with partial_folder(destination, key) as journal:
-        splits: dict[str, Split] = {}
-        for name, source in sources.items():
-            writer = _SplitWriter(journal, name, layout, class_names, progress)
-            splits[name] = writer.write(source, sum(split.count for split in splits.values()))
-        mean, std = mean_and_std(journal.counts(layout.image_shape[2]))
-        broken = {name: len(source.broken) for name, source in sources.items()}
-        left_out = [f"{name}: {_broken_files(count)}" for name, count in broken.items() if count]
+    _check_free(destination)
+    with _partial_folder(destination, key) as finished:
+        _check_free(destination)  # another process may have ended meanwhile
+        writer = _Writer(destination, key, layout, class_names, progress, finished)
+        splits = {name: writer.write(name, source) for name, source in sources.items()}
+        mean, std = mean_and_std(np.sum([shard.counts for shard in finished["train"]], axis=0))
+        if class_names is None:
+            largest = max(shard.largest_label for shards in finished.values() for shard in shards)
+            class_names = [f"class {number}" for number in range(largest + 1)]
+        left_out = [
+            f"{name}: {count:,} broken file{'' if count == 1 else 's'} left out"
+            for name, source in sources.items()
+            if (count := len(source.broken))
+        ]
         index = Index(
             folder=destination,
             format_version=FORMAT_VERSION if layout.resize is None else FILES_VERSION,
             splits=splits,
-            class_names=tuple(class_names or _numbered(journal.largest_label)),
+            class_names=tuple(class_names),
             image_shape=layout.image_shape,
             mean=mean,
             std=std,
             notes=(*notes, *left_out),
             resize=layout.resize,
         )
-        publish(journal.folder, destination, index)
+        _publish(destination, index)
     return index
 
 
-def _broken_files(count: int) -> str:
-    return f"{count:,} broken file{'' if count == 1 else 's'} left out"
-
-
-def _numbered(largest: int) -> list[str]:
-    return [f"class {number}" for number in range(largest + 1)]
-
-
 @dataclass
-class _SplitWriter:
-    """Writes the shards of one split."""
+class _Writer:
+    """Writes shards into the temporary folder of a destination."""
 
-    journal: Journal
-    name: str
+    destination: Path
+    key: str | None
     layout: Layout
     class_names: Sequence[str] | None
     progress: Progress | None
+    finished: dict[str, list[_Finished]]
 
-    def write(self, source: Any, first_id: int) -> Split:
-        """Write the samples of a source that the journal does not hold yet."""
-        done = self.journal.splits.setdefault(self.name, Done())
-        source.broken[:] = done.broken
-        rows = self.layout.chunk_rows
-        blocks = self._watched(source.blocks(done.next, rows))
-        for shard in _whole_shards(blocks, self.layout.shard_rows):
-            self._check_labels(shard)
-            start = first_id + sum(earlier.count for earlier in done.shards)
-            done.shards.append(self._write_shard(shard, len(done.shards), start))
-            done.next = int(shard.places[-1]) + 1
-            done.broken = [fault for fault in source.broken if fault[0] < done.next]
-            self.journal.save()
-        count = sum(shard.count for shard in done.shards)
+    def write(self, name: str, source: Any) -> Split:
+        """Write the samples of a split that no finished shard holds."""
+        done, rows = self.finished[name], self.layout.chunk_rows
+        source.broken[:] = [fault for shard in done for fault in shard.broken]
+        start = done[-1].next if done else 0
+        others = [shards[-1].next for shards in self.finished.values() if shards]
+        before = sum(others) - start
+
+        def blocks() -> Iterator[Block]:
+            for block in source.blocks(start, rows):
+                yield block
+                if self.progress is not None and len(block):
+                    self.progress(before + int(block.places[-1]) + 1)
+
+        for block in _whole_shards(blocks(), self.layout.shard_rows):
+            done.append(self._write_shard(name, block, source.broken))
+        count = sum(shard.shard.count for shard in done)
         if not count:
             raise DataError(
-                f"the split `{self.name}` has no images: a data set needs at least one in `train` "
+                f"the split `{name}` has no images: a data set needs at least one in `train` "
                 "and one in `test`"
             )
-        return Split(self.name, count, tuple(done.shards), rows)
+        return Split(name, count, tuple(shard.shard for shard in done), rows)
 
-    def _watched(self, blocks: Iterator[Block]) -> Iterator[Block]:
-        before = sum(done.next for name, done in self.journal.splits.items() if name != self.name)
-        for block in blocks:
-            yield block
-            if self.progress is not None and len(block):
-                self.progress(before + int(block.places[-1]) + 1)
-
-    def _check_labels(self, block: Block) -> None:
+    def _write_shard(self, name: str, block: Block, broken: list[Fault]) -> _Finished:
         smallest, largest = int(block.labels.min()), int(block.labels.max())
         classes = None if self.class_names is None else len(self.class_names)
-        if smallest >= 0 and (classes is None or largest < classes):
-            self.journal.largest_label = max(self.journal.largest_label, largest)
-            return
-        wrong = smallest if smallest < 0 else largest
-        sample = int(block.places[np.flatnonzero(block.labels == wrong)[0]])
-        limit = "at least 0" if classes is None else f"0 to {classes - 1}"
-        raise DataError(f"sample {sample} of `{self.name}` has label {wrong}: labels are {limit}")
-
-    def _write_shard(self, block: Block, number: int, first_id: int) -> Shard:
-        if self.name == "train":
-            self.journal.add_counts(_counts(block, self.layout.image_shape[2]))
+        if smallest < 0 or (classes is not None and largest >= classes):
+            wrong = smallest if smallest < 0 else largest
+            sample = int(block.places[np.flatnonzero(block.labels == wrong)[0]])
+            limit = "at least 0" if classes is None else f"0 to {classes - 1}"
+            raise DataError(f"sample {sample} of `{name}` has label {wrong}: labels are {limit}")
+        done = self.finished[name]
+        first_id = sum(one.shard.count for shards in self.finished.values() for one in shards)
         ids = np.arange(first_id, first_id + len(block), dtype=np.int64)
         samples = Batch(block.images, block.labels.astype(np.int32), ids)
         content = encode_shard(samples, self.layout.chunk_rows)
-        file = f"{self.name}-{number:05d}.h5"
-        write_file(self.journal.folder / file, content)
-        return Shard(file, len(block), len(content), hashlib.sha256(content).hexdigest())
+        file = f"{name}-{len(done):05d}.h5"
+        _write(self.destination, file, content)
+        start, stop = done[-1].next if done else 0, int(block.places[-1]) + 1
+        finished = _Finished(
+            key=self.key,
+            shard=Shard(file, len(block), len(content), hashlib.sha256(content).hexdigest()),
+            first_id=first_id,
+            next=stop,
+            largest_label=largest,
+            broken=[fault for fault in broken if start <= fault[0] < stop],
+            counts=_counts(block, self.layout.image_shape[2]) if name == "train" else [],
+        )
+        if self.key is not None:
+            record = json.dumps(asdict(finished)).encode()
+            _write(self.destination, Path(file).with_suffix(".json").name, record)
+        return finished
 
 
 def _whole_shards(blocks: Iterator[Block], rows: int) -> Iterator[Block]:
@@ -229,14 +276,12 @@ def _whole_shards(blocks: Iterator[Block], rows: int) -> Iterator[Block]:
     waiting: list[Block] = []
     count = 0
     for block in blocks:
-        start = 0
-        while count + len(block) - start >= rows:
-            stop = start + rows - count
-            yield _joined([*waiting, block.part(start, stop)])
-            waiting, count, start = [], 0, stop
-        if start < len(block):
-            waiting.append(block.part(start, len(block)))
-            count += len(block) - start
+        while count + len(block) >= rows:
+            yield _joined([*waiting, block.part(slice(rows - count))])
+            block = block.part(slice(rows - count, None))
+            waiting, count = [], 0
+        waiting.append(block)
+        count += len(block)
     if count:
         yield _joined(waiting)
 
@@ -251,12 +296,13 @@ def _joined(blocks: list[Block]) -> Block:
     )
 
 
-def _counts(block: Block, channels: int) -> NDArray[np.int64]:
-    if block.counts is not None:
-        return np.asarray(block.counts.sum(axis=0, dtype=np.int64))
+def _counts(block: Block, channels: int) -> list[list[int]]:
     histogram = np.zeros((channels, 256), np.int64)
-    count_values(block.images, histogram)
-    return histogram
+    if block.counts is None:
+        count_values(block.images, histogram)
+    else:
+        histogram += block.counts.sum(axis=0, dtype=np.int64)
+    return list(histogram.tolist())
 
 
 def count_values(images: NDArray[np.uint8], histogram: NDArray[np.int64]) -> None:
@@ -279,3 +325,140 @@ def mean_and_std(histogram: NDArray[np.int64]) -> tuple[tuple[float, ...], tuple
         mean.append(first / (pixels * 255))
         std.append(math.sqrt(variance) if variance > 0 else 1.0)
     return tuple(mean), tuple(std)
+
+
+def _check_free(destination: Path) -> None:
+    if os.path.lexists(destination / INDEX_FILE):
+        raise DataError(
+            f"{destination}: holds a data set already; remove it or choose another folder"
+        )
+
+
+@contextmanager
+def _partial_folder(destination: Path, key: str | None) -> Iterator[dict[str, list[_Finished]]]:
+    """Lock a temporary folder, yield its finished shards by split, and remove it at the end.
+
+    An interrupt (Ctrl-C) and a Resumable error leave the folder, if there is a key to resume with.
+
+    Raises:
+        DataError: if the destination cannot be written, or another process writes into it.
+    """
+    missing = [path for path in (destination, *destination.parents) if not path.exists()]
+    partial = destination / PARTIAL_FOLDER
+    lock = FileLock(partial / LOCK, timeout=0)
+    is_new = is_kept = False
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            partial.mkdir()
+            is_new = True
+        try:
+            if not is_new and not (partial / LOCK).is_file():
+                raise Timeout(lock.lock_file)  # the folder is not ours, or a second old
+            lock.acquire()
+        except OSError as error:
+            # On a disk without locks, a new folder is used without one.
+            if isinstance(error, Timeout) or not is_new:
+                raise DataError(
+                    f"{partial}: another process is packing into this folder, or was killed while "
+                    "it did; if none is running, remove the folder and try again"
+                ) from None
+        finished = _left_behind(destination, key)
+    except FileExistsError as error:
+        raise DataError(f"{destination}: is not a folder; choose another") from error
+    except OSError as error:
+        _remove_empty(missing)
+        raise _cannot_write(destination, error) from error
+    try:
+        yield finished
+    except BaseException as error:
+        is_kept = key is not None and isinstance(error, KeyboardInterrupt | Resumable)
+        raise
+    finally:
+        if not is_kept:
+            shutil.rmtree(partial, ignore_errors=True)
+            _remove_empty(missing)
+        lock.release()
+
+
+def _left_behind(destination: Path, key: str | None) -> dict[str, list[_Finished]]:
+    """Return the first whole shards of a killed process with this key, and remove all else.
+
+    Shards that it has renamed already are taken back.
+    """
+    partial = destination / PARTIAL_FOLDER
+    splits: dict[str, list[_Finished]] = {name: [] for name in SPLITS}
+    kept, count = {LOCK}, 0
+    for name, shards in splits.items():
+        # An error: the next one is missing or damaged.
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            while True:
+                record = partial / f"{name}-{len(shards):05d}.json"
+                content = json.loads(record.read_text())
+                content["shard"] = Shard(**content["shard"])
+                content["broken"] = [(place, text) for place, text in content["broken"]]
+                one = _Finished(**content)
+                if key is None or (one.key, one.first_id) != (key, count):
+                    break
+                path = record.with_suffix(".h5")
+                if not path.exists():
+                    (destination / path.name).rename(path)
+                with path.open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != one.shard.sha256:
+                        break
+                shards.append(one)
+                count += one.shard.count
+                kept |= {record.name, path.name}
+    for path in partial.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    return splits
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove these folders, innermost first, as long as they exist and are empty."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _write(destination: Path, name: str, content: bytes | memoryview) -> None:
+    try:
+        path = destination / PARTIAL_FOLDER / name
+        files.write_whole(path, lambda file: file.write(content))
+    except OSError as error:
+        # The message names the final path, which the user knows, not the temporary one.
+        raise _cannot_write(destination / name, error) from error
+
+
+def _publish(destination: Path, index: Index) -> None:
+    """Write the index, and rename all files into the destination, the index last.
+
+    Raises:
+        DataError: if that fails: then none of them is left in the destination.
+    """
+    text = json.dumps(index.to_json(), indent=1) + "\n"
+    _write(destination, INDEX_FILE, text.encode())
+    shards = [shard.file for split in index.splits.values() for shard in split.shards]
+    moved: list[Path] = []
+    try:
+        for name in (*shards, INDEX_FILE):
+            (destination / PARTIAL_FOLDER / name).rename(destination / name)
+            moved.append(destination / name)
+        files.sync(destination)
+    except BaseException as error:
+        for path in reversed(moved):
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _cannot_write(destination, error) from error
+        raise
+
+
+def _cannot_write(path: Path, error: OSError) -> DataError:
+    fixes = {
+        errno.ENOSPC: "free some space or choose another folder",
+        errno.EDQUOT: "free some of your quota or choose another folder",
+        errno.EFBIG: "raise the limit or choose smaller shards (--shard-mb)",
+    }
+    fix = fixes.get(error.errno or 0, "choose another folder")
+    return DataError(f"{path}: cannot be written ({error.strerror}); {fix}")

@@ -121,18 +121,17 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object], mode: int = AN
         temporary.unlink(missing_ok=True)  # left by a killed process, with another mode
         with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
+        sync(temporary)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk, if its file system supports that.
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk, if its file system supports that.
 
     Raises:
         OSError: if the disk fails.
@@ -162,4 +161,4 @@ def make_folders(path: Path, mode: int = 0o777) -> None:
     if not path.is_dir():
         make_folders(path.parent)
         path.mkdir(mode, exist_ok=True)
-        sync_folder(path.parent)
+        sync(path.parent)

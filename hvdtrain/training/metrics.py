@@ -18,7 +18,7 @@ from hvdtrain.host.files import (
     OWN_FOLDER,
     make_folders,
     plain_name,
-    sync_folder,
+    sync,
     write_text,
     write_whole,
 )
@@ -275,7 +275,7 @@ def make_folder(config: TrainConfig) -> Path:
             # Two jobs that start in the same second must not share a folder.
             make_folders(path.parent)
             path.mkdir(OWN_FOLDER)
-            sync_folder(path.parent)
+            sync(path.parent)
         except FileExistsError:
             continue
         except OSError as error:

@@ -648,7 +648,7 @@ def test_a_pack_that_is_stopped_resumes_to_the_same_bytes(
         stderr=subprocess.PIPE,
     )
     partial = destination / ".partial"
-    while not (partial / "journal.json").exists():
+    while not (partial / "train-00000.json").exists():
         assert process.poll() is None, "the pack ended too early"
         os.sched_yield()
     os.kill(process.pid, stop)
@@ -701,13 +701,13 @@ def test_what_a_stopped_pack_left_is_not_used_for_another(folders: Path, tmp_pat
     data.pack(tmp_path / "source", tmp_path / "whole", **options)
     data.pack(tmp_path / "source", tmp_path / "set", **options)
     assert files_in(tmp_path / "set") == files_in(tmp_path / "whole")
-    for damage in ("shard", "journal", "options"):
+    for damage in ("shard", "record", "options"):
         shutil.rmtree(tmp_path / "set")
         stopped()
         if damage == "shard":
             (tmp_path / "set" / ".partial" / "train-00000.h5").write_bytes(b"x")
-        elif damage == "journal":
-            (tmp_path / "set" / ".partial" / "journal.json").write_text("{")
+        elif damage == "record":
+            (tmp_path / "set" / ".partial" / "train-00000.json").write_text("{")
         else:
             index = data.pack(tmp_path / "source", tmp_path / "set", **options | {"size": 150})
             assert index.image_shape == (150, 150, 3)

@@ -73,7 +73,7 @@ def test_files_of_copies_that_were_killed_are_removed_after_a_while(
     index = read_index(small_set)
     folder = staged_folder(index, str(tmp_path))
     folder.mkdir()
-    old, new = folder / ".staging-old", folder / ".staging-new"
+    old, new = folder / ".train-00000.h5.1", folder / ".train-00000.h5.2"
     for path in (old, new):
         path.touch()
     os.utime(old, (time.time() - 7200,) * 2)
