@@ -16,9 +16,16 @@ from hvdtrain.host.memory import collection_paused
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Question
-from hvdtrain.planner.divide import UNFIT, Division
+from hvdtrain.planner.divide import (
+    UNFIT,
+    Division,
+    Tables,
+    divided,
+    places_of,
+    refined_division,
+    shares_of,
+)
 from hvdtrain.planner.limits import nothing_fits
-from hvdtrain.planner.tables import Tables, divided, places_of, refined_division, shares_of
 
 MOST_PLAYED = 3  # divisions that are simulated
 SPREAD = 1.03  # a division whose estimate exceeds the best by this factor will not win

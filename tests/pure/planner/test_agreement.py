@@ -27,8 +27,8 @@ from hvdtrain.planner.approximate import (
 )
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.cost import Known, Question
+from hvdtrain.planner.divide import Tables
 from hvdtrain.planner.solve import solve
-from hvdtrain.planner.tables import Tables
 from tests.pure.planner.machines import component, known, network
 
 SIDE = 100  # a matrix of 10,000 values, 40,000 bytes
@@ -98,9 +98,9 @@ def test_a_step_gets_its_share_of_the_compression_of_a_meeting(sync: str) -> Non
     more = seconds(coded, agreement) - seconds(free, agreement)
     assert more == pytest.approx(2 * 0.75 / 4)
     reduced = [
-        Tables(replace(one, known=replace(one.known, agreement=agreement)), 1)._reduced((0, 1))[
-            0, 2
-        ]
+        Tables(replace(one, known=replace(one.known, agreement=agreement)), 1)
+        .times_of(0, 2)
+        .pace[0, 2]
         for one in (free, coded)
     ]
     assert reduced[1] - reduced[0] == pytest.approx(2 * 0.75 / 4)

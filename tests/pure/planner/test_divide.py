@@ -17,20 +17,22 @@ def instance(seed: int) -> tuple[int, int, int, dict[tuple[int, int], Times]]:
     size = [draw.random() for _ in range(n)]
     speed = [draw.choice([1.0, 1.0, 0.5 + draw.random()]) for _ in range(ranks)]
     fixed = 0.3 * draw.random()
+    microbatches = draw.choice([1, 2, 4, 9])
     tables = {}
     for first in range(ranks):
         for count in range(1, ranks - first + 1):
             shape = (n + 1, n + 1)
-            passing, rest = np.full(shape, UNFIT), np.full(shape, UNFIT)
+            passing, pace = np.full(shape, UNFIT), np.full(shape, UNFIT)
             held, flight = np.zeros(shape), np.zeros(shape)
             for start, stop in itertools.combinations(range(n + 1), 2):
                 together = sum(speed[first : first + count])
                 passing[start, stop] = sum(work[start:stop]) / together + fixed
-                rest[start, stop] = (count > 1) * sum(size[start:stop]) * draw.random()
+                rest = (count > 1) * sum(size[start:stop]) * draw.random()
+                pace[start, stop] = (microbatches - 1) * passing[start, stop] + rest
                 held[start, stop] = 4 * sum(size[start:stop])
                 flight[start, stop] = sum(work[start:stop]) / count
-            tables[first, count] = Times(passing, rest, held, flight)
-    return n, ranks, draw.choice([1, 2, 4, 9]), tables
+            tables[first, count] = Times(passing, pace, held, flight)
+    return n, ranks, microbatches, tables
 
 
 def compositions(total: int, parts: int) -> "list[tuple[int, ...]]":
@@ -58,8 +60,7 @@ def smallest_estimate(
                 if times.bytes[place] + in_flight * times.flight_bytes[place] > limit:
                     break
                 total += times.passing[place]
-                stage_pace = (microbatches - 1) * times.passing[place] + times.rest[place]
-                pace = max(pace, stage_pace)
+                pace = max(pace, times.pace[place])
                 start, first = start + size, first + count
             else:
                 best = min(best, total + pace)
@@ -70,7 +71,7 @@ def smallest_estimate(
 def test_the_best_of_all_divisions_is_found(seed: int) -> None:
     n, ranks, microbatches, tables = instance(seed)
     wanted = smallest_estimate(n, ranks, microbatches, tables, UNFIT)
-    division = divide(n, ranks, microbatches, lambda first, count: tables[first, count])
+    division = divide(n, ranks, lambda first, count: tables[first, count])
     assert division is not None
     assert division.seconds == pytest.approx(wanted, rel=1e-12)
     covered = [component for run in division.runs for component in range(run.start, run.stop)]
@@ -91,7 +92,7 @@ def test_the_best_of_those_that_fit_is_found(seed: int, alike: bool) -> None:
     limit = random.Random(seed).choice([0.2, 0.5, 0.8, 1.2]) * whole
     wanted = smallest_estimate(n, ranks, microbatches, tables, limit)
     memory = Limit(limit, lambda stages: min(stages, microbatches))
-    division = divide(n, ranks, microbatches, lambda first, count: tables[first, count], memory)
+    division = divide(n, ranks, lambda first, count: tables[first, count], memory)
     if wanted == UNFIT:
         assert division is None
     else:
@@ -100,8 +101,8 @@ def test_the_best_of_those_that_fit_is_found(seed: int, alike: bool) -> None:
 
 
 def test_runs_say_what_is_where() -> None:
-    n, ranks, microbatches, tables = instance(4)
-    division = divide(n, ranks, microbatches, lambda first, count: tables[first, count])
+    n, ranks, _, tables = instance(4)
+    division = divide(n, ranks, lambda first, count: tables[first, count])
     assert division is not None
     assert division.runs[0][:1] == (0,)
     assert isinstance(division.runs[0], Run)
@@ -119,9 +120,9 @@ def test_two_hundred_components_on_sixteen_ranks_are_divided() -> None:
     def times_of(first: int, count: int) -> Times:
         passing = np.where(valid, length / count + 0.01, UNFIT)
         rest = np.where(valid, (count > 1) * length, UNFIT)
-        return Times(passing, rest, length, length)
+        return Times(passing, (microbatches - 1) * passing + rest, length, length)
 
-    division = divide(n, ranks, microbatches, times_of)
+    division = divide(n, ranks, times_of)
     assert division is not None
 
     def estimate(runs: "list[Run]") -> float:
