@@ -29,17 +29,10 @@ class SyncOptions:
         "an outer optimizer; elastic:H: drawn to a common centre every H steps; server: the last "
         "--servers ranks hold the weights and update them with the sum of all gradients; "
         "server:stale=S: each rank's gradients when they arrive, up to S steps ahead of the "
-        "slowest rank; server:async: without waiting for any; auto: exact, or with "
-        "--allow-approximate whatever compression makes the predicted step shortest",
+        "slowest rank; server:async: without waiting for any",
         Group.SYNC,
         Rule.ONE_LINE | Rule.TORCH_ONLY,
         "METHOD",
-    )
-    allow_approximate: bool = option(
-        False,
-        "let --sync auto choose bf16, fp16 or powersgd:2 if a step is predicted to be shorter",
-        Group.SYNC,
-        Rule.ON_RESUME | Rule.TORCH_ONLY,
     )
     average_optimizer: bool = option(
         False,

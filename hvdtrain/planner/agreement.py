@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.options.syncrequest import (
-    AUTO_SYNC,
     NO_SYNC,
     CompressRequest,
     DiLoCo,
@@ -133,8 +132,8 @@ def typical_coding(
 
 
 def agreement_of(config: "TrainConfig") -> Agreement:
-    """Return how the replicas of a run agree; what `--sync auto` will choose counts as exact."""
-    request = NO_SYNC if config.sync_request == AUTO_SYNC else config.sync_request
+    """Return how the replicas of a run agree."""
+    request = config.sync_request
     if not isinstance(request, Local) or not config.average_optimizer:
         averaged = (0, 0)
     elif config.optimizer in ("sgd", "sgdw"):
@@ -232,3 +231,8 @@ def rank_bytes(
         for stage in plan.stages
     ]
     return tuple(sum(of_stage[stage] for stage in plan.stages_of(rank)) for rank in plan.ranks)
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in words."""
+    return f"{count / 1e6:.3g} MB" if count >= 1e5 else f"{count / 1e3:.3g} kB"

@@ -42,7 +42,6 @@ class PlanConfig(ModelInConfig):
     batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")
     recompute: str | None = field_of_train("recompute")
     sync: str = field_of_train("sync")
-    allow_approximate: bool = field_of_train("allow_approximate")
     average_optimizer: bool = field_of_train("average_optimizer")
     fragments: int = field_of_train("fragments")
     compress: str = field_of_train("compress")

@@ -8,7 +8,6 @@ from hvdtrain.backends.pytorch.parts import recomputed_components
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, component_costs
-from hvdtrain.options.syncrequest import AUTO_SYNC, CHOICES
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images
 from hvdtrain.planner.agreement import NONE
 from hvdtrain.planner.profilefile import model_words, precision_words
@@ -44,8 +43,6 @@ class Subject:
     @property
     def methods(self) -> tuple[str, ...]:
         """Values of `--compress` whose seconds are measured."""
-        if self.config.sync_request == AUTO_SYNC:
-            return tuple(method for method in CHOICES if method != NONE)
         return () if self.config.compress == NONE else (self.config.compress,)
 
     def words(self, world: World) -> str:

@@ -21,7 +21,7 @@ from tests.mpi.plans import PLANS
 pytestmark = [pytest.mark.usefixtures("horovod"), pytest.mark.several_ranks]
 SIZE = 8
 WAYS: list[dict[str, Any]] = [
-    {"sync": "auto"},
+    {},
     {"compress": "fp16"},
     {"compress": "bf16"},
     {"compress": "topk:0.07"},

@@ -14,7 +14,6 @@ from hvdtrain.options.syncoptions import Library
 from hvdtrain.options.syncrequest import (
     NO_COMPRESSION,
     NO_SYNC,
-    Auto,
     CompressRequest,
     DiLoCo,
     Elastic,
@@ -95,9 +94,7 @@ def open_groups(
             continue
         if len(stage.ranks) > 1:
             groups[number] = partial(_operations, library, stage.ranks, world, number)
-        elif config.compress_request != NO_COMPRESSION and isinstance(
-            config.sync_request, Exact | Auto
-        ):
+        elif config.compress_request != NO_COMPRESSION and isinstance(config.sync_request, Exact):
             groups[number] = lambda purpose: Alone()
     return groups
 
@@ -157,7 +154,7 @@ def stage_meetings(
 ) -> Meetings:
     """Return the meetings of a stage's replicas; arguments as of `stage_gradients`."""
     request, compression = config.sync_request, config.compress_request
-    if isinstance(request, Exact | Auto | Server):
+    if isinstance(request, Exact | Server):
         return NoMeetings()
     if group is None:
         sign = -1.0 if isinstance(request, DiLoCo) else 1.0

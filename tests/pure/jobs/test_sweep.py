@@ -46,13 +46,6 @@ def test_ways_to_agree_are_combined_and_one_rank_is_the_base_of_all(tmp_path: Pa
     ]
 
 
-def test_options_of_a_prediction_belong_to_its_runs(tmp_path: Path) -> None:
-    text = "ranks: 2\nsync: [exact, auto]\nallow_approximate: true\ncompress_after: 20\n"
-    runs = [run for cell in _load(tmp_path, text).cells for run in cell.runs]
-    ways = sorted((run.sync, run.allow_approximate, run.compress_after) for run in runs)
-    assert ways == [("auto", True, 20), ("exact", False, 100)]
-
-
 def test_the_order_is_not_that_of_the_file_and_always_the_same(tmp_path: Path) -> None:
     text = "ranks: [1, 2, 3, 4, 5, 6, 7, 8]\n"
     order = [cell.runs[0].ranks for cell in _load(tmp_path, text).cells]
