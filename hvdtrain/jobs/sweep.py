@@ -32,7 +32,7 @@ from hvdtrain.options.fields import about
 from hvdtrain.options.nearest import unknown_key
 from hvdtrain.options.parser import Parser, add_dataclass, select_fields
 from hvdtrain.options.syncoptions import SyncOptions
-from hvdtrain.options.syncrequest import NO_COMPRESSION, OPTIONS_OF
+from hvdtrain.options.syncrequest import NO_COMPRESSION, NO_SYNC, OPTIONS_OF
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
@@ -268,7 +268,9 @@ def _unused(run: TrainConfig, varied: Collection[str]) -> dict[str, Any]:
         for name, kind in OPTIONS_OF.items()
         if "sync" in varied and not isinstance(run.sync_request, kind)
     ]
-    if {"sync", "compress"} & set(varied) and run.compress_request == NO_COMPRESSION:
+    if "sync" in varied and run.sync_request != NO_SYNC:
+        names += ["compress", "compress_after"]
+    elif {"sync", "compress"} & set(varied) and run.compress_request == NO_COMPRESSION:
         names.append("compress_after")
     return {name: DEFAULT_SYNC[name] for name in names}
 

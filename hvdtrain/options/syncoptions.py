@@ -81,17 +81,16 @@ class SyncOptions:
     )
     compress: str = option(
         "none",
-        "how gradients travel, or under --sync the changes of weights since the last meeting: "
-        "none (as they are), fp16, bf16, topk:RATIO (the largest values) or powersgd:RANK "
-        "(low-rank matrices); what is left out is added to what travels next",
+        "how gradients travel under --sync exact: none (as they are), fp16, bf16, topk:RATIO (the "
+        "largest values) or powersgd:RANK (low-rank matrices); what is left out is added to the "
+        "next gradients",
         Group.SYNC,
         Rule.ONE_LINE | Rule.TORCH_ONLY,
         "METHOD",
     )
     compress_after: int = option(
         100,
-        "first updates of the weights that --compress leaves exact: sums of gradients, or "
-        "meetings after these updates; the exact epochs of --sync post-local always are",
+        "first sums of gradients that --compress leaves exact",
         Group.SYNC,
         Rule.NOT_NEGATIVE | Rule.TORCH_ONLY,
     )

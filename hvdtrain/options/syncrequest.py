@@ -196,11 +196,10 @@ def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     is_compressed = compression != NO_COMPRESSION
     if values["compress_after"] != defaults["compress_after"] and not is_compressed:
         raise UsageError("--compress-after needs --compress METHOD: add it, or leave this out")
-    if is_compressed and isinstance(request, Elastic):
+    if is_compressed and request != NO_SYNC:
         raise UsageError(
-            f"--compress {values['compress']} would count twice what it leaves out under --sync "
-            f"{values['sync']}, whose distances to the centre still hold it at the next meeting: "
-            "use --sync local:H or diloco:H, or leave one out"
+            f"--compress {values['compress']} needs the sums of every step, which --sync "
+            f"{values['sync']} does not have: use --sync exact, or leave --compress out"
         )
     if values["shard_optimizer"] and (request != NO_SYNC or is_compressed):
         other = "--compress" if is_compressed else "--sync"

@@ -219,18 +219,16 @@ def meeting_operations(
     *,
     fragments: int = 1,
     state: int = 0,
-    compress: CompressRequest = NO_COMPRESSION,
 ) -> tuple[Operation, ...]:
     """Return the operations of one period of replicas that train apart.
 
-    Averages travel with the weight of each replica, and compressed changes of weights beside them.
+    Averages travel with the weight of each replica.
     Buffers other than batch norm statistics that forwards change are not among them: only a trial
     shows which ones there are.
 
     Args:
         fragments: of `DiLoCo`, which meet once each.
         state: elements of the optimizer's state that are averaged, too.
-        compress: how changes of weights travel.
     """
     groups: dict[int, list[Gradient]] = {}
     if isinstance(request, DiLoCo):
@@ -243,13 +241,9 @@ def meeting_operations(
     groups = groups or {0: []}
     operations: list[Operation] = []
     for number, gradients in groups.items():
-        others = replicas + (sizes.averages + state if number == max(groups) else 0)
-        if compress == NO_COMPRESSION:
-            others += sum(gradient.elements for gradient in gradients)
-        else:
-            traffic = bucket_traffic(compress, gradients, 0, replicas, sizes.itemsize)
-            operations += traffic.operations
-        operations.append(Operation("all_reduce", sizes.itemsize * others))
+        count = replicas + sum(gradient.elements for gradient in gradients)
+        count += sizes.averages + state if number == max(groups) else 0
+        operations.append(Operation("all_reduce", sizes.itemsize * count))
     if sizes.counters:
         operations.append(Operation("all_reduce", COUNTER_BYTES * sizes.counters))
     return tuple(operations)

@@ -80,12 +80,7 @@ class Agreement:
         copies, numbers = self.averaged
         state = copies * sizes.elements + numbers * len(sizes.gradients)
         return meeting_operations(
-            self.sync,
-            sizes,
-            replicas,
-            fragments=self.fragments,
-            state=state,
-            compress=self.request,
+            self.sync, sizes, replicas, fragments=self.fragments, state=state
         )
 
     def coding(self, measured: Mapping[str, Coding]) -> Coding:

@@ -9,7 +9,7 @@ the model meet in turn, and a transfer may overlap with the next steps. What arr
 with what the replica has trained meanwhile, one half each, as in the paper.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from typing_extensions import override
 from hvdtrain.plan.traffic import fragment_numbers
 from hvdtrain.sync.apart import Apart
 from hvdtrain.sync.average import Agreed
-from hvdtrain.sync.changes import Changes, ExactChanges, MakeChanges
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.local import Trained
 from hvdtrain.sync.replica import Replica
@@ -60,7 +59,6 @@ class Fragment:
         momentum: of the outer optimizer.
         steps: since the start of its last transfer.
         samples_before: this replica's count at that time.
-        changes: averages the outer gradients.
         travelling: the transfer in flight, None if there is none.
         arrived: its result, if a checkpoint had to wait for it.
     """
@@ -69,7 +67,6 @@ class Fragment:
     offset: int
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
-    changes: Changes
     start: list[Tensor] = field(default_factory=list)
     momentum: list[Tensor] = field(default_factory=list)
     steps: int = 0
@@ -99,9 +96,6 @@ class DiLoCoMeetings(Apart):
     `meet` ends all periods early: transfers in flight are used, and every fragment that has been
     trained since then makes an outer step. Running statistics and other buffers travel with the
     last fragment.
-
-    Args:
-        make_changes: makes the averages of a fragment's outer gradients; None: exact ones.
     """
 
     def __init__(
@@ -111,16 +105,10 @@ class DiLoCoMeetings(Apart):
         trained: Trained,
         period: int,
         outer: Outer,
-        make_changes: MakeChanges | None = None,
     ) -> None:
         super().__init__(replica, collectives, trained, period)
         self.outer = outer
-        self.make_changes: MakeChanges = make_changes or ExactChanges
-        self.fragments = _fragments(replica, period, outer.fragments, self._make_changes)
-        self.changes = [fragment.changes for fragment in self.fragments]
-
-    def _make_changes(self, number: int, parameters: Mapping[str, nn.Parameter]) -> Changes:
-        return self.make_changes(f"fragment{number}", parameters, self.averager)
+        self.fragments = _fragments(replica, period, outer.fragments)
 
     @override
     def before_step(self, epoch: int) -> None:
@@ -173,7 +161,8 @@ class DiLoCoMeetings(Apart):
         ]
         samples = self.trained.samples - fragment.samples_before
         buffers = list(fragment.buffers.values())
-        fragment.travelling = fragment.changes.start(changes, buffers, samples)
+        name = f"fragment{fragment.number}"
+        fragment.travelling = self.averager.start(name, [*changes, *buffers], samples)
         fragment.steps, fragment.samples_before = 0, self.trained.samples
         self.meetings += 1
 
@@ -209,14 +198,13 @@ class DiLoCoMeetings(Apart):
 
     def _received(self, fragment: Fragment) -> Agreed:
         if fragment.arrived is None:
-            fragment.arrived = fragment.changes.finish(fragment.travelling)
+            fragment.arrived = self.averager.finish(fragment.travelling)
         return fragment.arrived
 
     @override
     def saved(self) -> dict[str, Tensor]:
         """Return this replica's state; the first one adds what is the same on all."""
-        # Every replica waits for transfers in flight: they change what compression keeps, and what
-        # has arrived is the same in all of them.
+        # Every replica waits for transfers in flight.
         arrived = {
             fragment.number: self._received(fragment) if fragment.is_in_flight else None
             for fragment in self.fragments
@@ -262,12 +250,7 @@ class DiLoCoMeetings(Apart):
         super().load({k: v for k, v in tensors.items() if not k.startswith(("outer/", prefix))})
 
 
-def _fragments(
-    replica: Replica,
-    period: int,
-    count: int,
-    make_changes: Callable[[int, Mapping[str, nn.Parameter]], Changes],
-) -> list[Fragment]:
+def _fragments(replica: Replica, period: int, count: int) -> list[Fragment]:
     """Return fragments of about equally many bytes, in the order of the model."""
     numbers = fragment_numbers([value.nbytes for value in replica.parameters.values()], count)
     groups: dict[int, dict[str, nn.Parameter]] = {}
@@ -281,7 +264,6 @@ def _fragments(
             period * (number + 1) // count % period,
             parameters,
             replica.averaged if number == last else {},
-            make_changes(number, parameters),
         )
         for number, parameters in sorted(groups.items())
     ]

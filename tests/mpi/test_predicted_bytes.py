@@ -33,9 +33,6 @@ WAYS: list[dict[str, Any]] = [
     {"sync": "elastic:2"},
     {"sync": "diloco:3", "fragments": 3},
     {"sync": "diloco:2", "fragments": 2, "overlap": 1},
-    {"sync": "local:2", "compress": "bf16", "average_optimizer": True},
-    {"sync": "local:2", "compress": "powersgd:2"},
-    {"sync": "diloco:2", "fragments": 2, "compress": "topk:0.07"},
 ]
 # Unequal shares, and a replica of two stages.
 PLAN_OF = {2: "replicas that share unlike", 3: "overlapping", 4: "3+1, shares 3:2:1"}

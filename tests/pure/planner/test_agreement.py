@@ -20,7 +20,6 @@ from hvdtrain.planner.agreement import (
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.solve import solve
-from hvdtrain.planner.tables import Tables
 from tests.pure.planner.machines import component, known, network
 
 SIDE = 100  # a matrix of 10,000 values, 40,000 bytes
@@ -80,22 +79,6 @@ def test_compressing_and_decompressing_take_their_time() -> None:
         more = seconds(coded, agreement) - seconds(free, agreement)
         assert more == pytest.approx(code.encode + code.decode)
     assert seconds(coded, Agreement()) == seconds(free, Agreement())
-
-
-@pytest.mark.parametrize("sync", ["local:4", "diloco:4"])
-def test_a_step_gets_its_share_of_the_compression_of_a_meeting(sync: str) -> None:
-    """The same in the tables from which plans are chosen."""
-    free, coded = question(components=2), question(NONE_FREE, components=2)
-    agreement = Agreement(parse_sync_request(sync), compress="bf16")
-    more = seconds(coded, agreement) - seconds(free, agreement)
-    assert more == pytest.approx(2 * 0.75 / 4)
-    reduced = [
-        Tables(replace(one, known=replace(one.known, agreement=agreement)), 1)._reduced((0, 1))[
-            0, 2
-        ]
-        for one in (free, coded)
-    ]
-    assert reduced[1] - reduced[0] == pytest.approx(2 * 0.75 / 4)
 
 
 def test_the_slowest_rank_compresses_last() -> None:
