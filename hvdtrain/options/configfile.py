@@ -28,6 +28,8 @@ NEWER_OPTIONS = (  # with their defaults, a run has the folder that older versio
     "deterministic",
 )
 OLDER_DEFAULTS = {"no_decay": "none"}
+# Options of older versions, with the values under which a run is the same in this version.
+REMOVED = {"fragments": 1, "overlap": 0}
 TYPES = get_type_hints(TrainConfig)
 SCALAR = str | int | float | bool | None
 OF_OTHER_VERSIONS = SCALAR | list[SCALAR]
@@ -102,7 +104,12 @@ def differences(
         may_change = may_change - {"epochs", "max_steps"}  # they stretch schedules
     if AUTO_PRECISION in (old.get("precision"), new.precision):
         may_change = may_change | {"precision"}
-    return [
+    removed = [
+        f"{name} was {old[name]!r}, which this version does not support"
+        for name, value in REMOVED.items()
+        if old.get(name, value) != value
+    ]
+    return removed + [
         f"{name} was {old[name]!r}, is {current[name]!r}"
         for name in current
         if name not in may_change and name in old and old[name] != current[name]

@@ -53,18 +53,6 @@ class SyncOptions:
         Group.SYNC,
         Rule.BELOW_ONE | Rule.TORCH_ONLY,
     )
-    fragments: int = option(
-        1,
-        "with --sync diloco: parts of the model that meet in turn",
-        Group.SYNC,
-        Rule.POSITIVE | Rule.TORCH_ONLY,
-    )
-    overlap: int = option(
-        0,
-        "with --sync diloco: steps between the start of a fragment's transfer and its use",
-        Group.SYNC,
-        Rule.NOT_NEGATIVE | Rule.TORCH_ONLY,
-    )
     elastic_rate: float | None = option(
         None,
         "with --sync elastic: share of the way to the centre",

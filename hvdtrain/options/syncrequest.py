@@ -106,8 +106,6 @@ NO_SYNC, NO_COMPRESSION = Exact(), NoCompression()
 OPTIONS_OF: Mapping[str, type[SyncRequest]] = {
     "outer_lr": DiLoCo,
     "outer_momentum": DiLoCo,
-    "fragments": DiLoCo,
-    "overlap": DiLoCo,
     "elastic_rate": Elastic,
     "average_optimizer": Local,
     "servers": Server,
@@ -274,16 +272,6 @@ def _check_apart(values: Mapping[str, Any], request: SyncRequest) -> None:
         raise UsageError(
             f"--batch-norm sync needs all replicas in every step, which {sync} lets train apart: "
             "use --batch-norm local"
-        )
-    if isinstance(request, DiLoCo) and values["fragments"] > request.period:
-        raise UsageError(
-            f"--fragments {values['fragments']} need as many steps between meetings, but {sync} "
-            f"has {request.period}: use at most --fragments {request.period}"
-        )
-    if isinstance(request, DiLoCo) and values["overlap"] >= request.period:
-        raise UsageError(
-            f"--overlap {values['overlap']} does not end before the next meeting of {sync}: use "
-            f"at most --overlap {request.period - 1}"
         )
     if isinstance(request, Elastic) and (values["elastic_rate"] or 0.0) > 1:
         raise UsageError(

@@ -55,14 +55,12 @@ class Agreement:
     Attributes:
         sync: when.
         compress: what travels, as a value of `--compress`.
-        fragments: of `diloco`.
         averaged: elements of the optimizer's state that are averaged, too: as a multiple of the
             parameters' elements, and per parameter.
     """
 
     sync: SyncRequest = NO_SYNC
     compress: str = NONE
-    fragments: int = 1
     averaged: tuple[int, int] = (0, 0)
 
     @cached_property
@@ -79,9 +77,7 @@ class Agreement:
         """Return the operations of one period of replicas that train apart."""
         copies, numbers = self.averaged
         state = copies * sizes.elements + numbers * len(sizes.gradients)
-        return meeting_operations(
-            self.sync, sizes, replicas, fragments=self.fragments, state=state
-        )
+        return meeting_operations(sizes, replicas, state)
 
     def coding(self, measured: Mapping[str, Coding]) -> Coding:
         """Return the seconds of a component's compression.
@@ -135,7 +131,7 @@ def agreement_of(config: "TrainConfig") -> Agreement:
         averaged = (int(config.momentum > 0), 0)
     else:
         averaged = (2, 1)  # two moments, and a count of steps
-    return Agreement(request, config.compress, config.fragments, averaged)
+    return Agreement(request, config.compress, averaged)
 
 
 class Reduction(NamedTuple):

@@ -43,7 +43,6 @@ class PlanConfig(ModelInConfig):
     recompute: str | None = field_of_train("recompute")
     sync: str = field_of_train("sync")
     average_optimizer: bool = field_of_train("average_optimizer")
-    fragments: int = field_of_train("fragments")
     compress: str = field_of_train("compress")
     image_size: int = field(default=32, metadata=about("height and width of the images"))
     classes: int = field(default=10, metadata=about("classes"))

@@ -25,7 +25,7 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.averaging import LocalMeetings, PostLocalMeetings
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
-from hvdtrain.sync.diloco import DiLoCoMeetings, Outer
+from hvdtrain.sync.diloco import DiLoCoMeetings
 from hvdtrain.sync.elastic import ElasticMeetings
 from hvdtrain.sync.engine import (
     check_algorithm,
@@ -151,8 +151,7 @@ def stage_meetings(
     common = replica, operations, trained, request.period
     match request:
         case DiLoCo():
-            outer = Outer(config.outer_lr, config.outer_momentum, config.fragments, config.overlap)
-            return DiLoCoMeetings(*common, outer)
+            return DiLoCoMeetings(*common, config.outer_lr, config.outer_momentum)
         case Elastic():
             return ElasticMeetings(*common, config.elastic_rate)
     local = LocalMeetings(*common, config.average_optimizer)

@@ -133,10 +133,7 @@ def test_later_buckets_hide_nothing_of_the_second_operations(
             {"sync": "local:4", "average_optimizer": True, "optimizer": "sgd", "momentum": 0.0},
             Agreement(parse_sync_request("local:4")),
         ),
-        (
-            {"sync": "diloco:4", "fragments": 2},
-            Agreement(parse_sync_request("diloco:4"), fragments=2),
-        ),
+        ({"sync": "diloco:4"}, Agreement(parse_sync_request("diloco:4"))),
     ],
 )
 def test_options_become_an_agreement(options: dict[str, object], agreement: Agreement) -> None:
