@@ -123,8 +123,7 @@ class TrainConfig(
     )
     profile: str | None = option(
         None,
-        "file with the measurements of --plan auto and --sync auto: read if it exists, else "
-        "written",
+        "file with the measurements of --plan auto: read if it exists, else written",
         Group.PLAN,
         Rule.ONE_LINE | Rule.ON_RESUME,
         "FILE",

@@ -9,8 +9,6 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, harmless, records
 from hvdtrain.options.deviceoptions import AUTO_PRECISION, FixedPrecision
 from hvdtrain.options.fields import Rule, flag
-from hvdtrain.options.planrequest import Chosen
-from hvdtrain.options.syncrequest import AUTO_SYNC, NO_COMPRESSION, parse_compress_request
 
 # A run may resume with other values of these: they decide where, how and how long it runs. In the
 # results of a step they change only rounding, and the samples that local batch norm sees together.
@@ -30,6 +28,8 @@ NEWER_OPTIONS = (  # with their defaults, a run has the folder that older versio
     "deterministic",
 )
 OLDER_DEFAULTS = {"no_decay": "none"}
+# Options of older versions, with the values under which a run is the same in this version.
+REMOVED = {"fragments": 1, "overlap": 0}
 TYPES = get_type_hints(TrainConfig)
 SCALAR = str | int | float | bool | None
 OF_OTHER_VERSIONS = SCALAR | list[SCALAR]
@@ -62,53 +62,18 @@ def as_started(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     Raises:
         UsageError: if the file in the run folder is not a configuration.
     """
-    older, lines = with_older_defaults(config), []
-    if older != config:
-        lines.append(f"resumed with the settings of the older version: {differing(older, config)}")
+    resolved, lines = with_older_defaults(config), []
+    if resolved != config:
+        lines.append(
+            f"resumed with the settings of the older version: {differing(resolved, config)}"
+        )
     saved = _saved(config)
-    resolved = with_saved_choice(older, saved)
-    if resolved != older:
-        chosen = f"--compress {resolved.compress}" if resolved.compress != "none" else "exact"
-        lines.append(f"--sync auto: {chosen}, with which this run started")
     if resolved.precision == AUTO_PRECISION and saved is not None and saved.is_file():
         precision: Any = load(saved).get("precision")
         if precision in get_args(FixedPrecision):  # else: a job that never started
             resolved = replace(resolved, precision=precision)
             lines.append(f"--precision auto: {precision}, with which this run started")
     return resolved, lines
-
-
-def with_choice(config: TrainConfig, compress: str | None) -> TrainConfig:
-    """Return the configuration of a run with the choice of `--sync auto`, as if it were given.
-
-    Args:
-        compress: a value of `--compress`; None: there was nothing to choose.
-    """
-    if compress is None:
-        return config
-    unused: dict[str, Any] = {} if isinstance(config.plan_request, Chosen) else {"profile": None}
-    if parse_compress_request(compress) == NO_COMPRESSION:
-        unused["compress_after"] = TrainConfig.compress_after
-    return replace(config, sync="exact", compress=compress, allow_approximate=False, **unused)
-
-
-def with_saved_choice(config: TrainConfig, saved: Path | None) -> TrainConfig:
-    """Return the configuration with what `--sync auto` chose when a run started.
-
-    A run never chooses anew: its weights are those of one way to agree.
-
-    Args:
-        saved: the configuration in the run folder, which may be absent.
-
-    Raises:
-        UsageError: if that file is not a configuration.
-    """
-    if config.sync_request != AUTO_SYNC or saved is None or not saved.is_file():
-        return config
-    old = load(saved)
-    if old.get("sync", "exact") != "exact":  # a job that never started, or another run
-        return config
-    return with_choice(config, str(old.get("compress", "none")))
 
 
 def values_of_older_version(old: dict[str, Any]) -> dict[str, Any]:
@@ -137,11 +102,14 @@ def differences(
         may_change = may_change | {"no_decay"}
     if new.lr_schedule != "constant" or new.lookahead is not None:
         may_change = may_change - {"epochs", "max_steps"}  # they stretch schedules
-    if {old.get("sync"), new.sync} == {"auto", "exact"}:  # before and after the choice
-        may_change = may_change | {"sync", "compress", "compress_after"}
     if AUTO_PRECISION in (old.get("precision"), new.precision):
         may_change = may_change | {"precision"}
-    return [
+    removed = [
+        f"{name} was {old[name]!r}, which this version does not support"
+        for name, value in REMOVED.items()
+        if old.get(name, value) != value
+    ]
+    return removed + [
         f"{name} was {old[name]!r}, is {current[name]!r}"
         for name in current
         if name not in may_change and name in old and old[name] != current[name]

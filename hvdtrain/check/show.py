@@ -22,7 +22,7 @@ from hvdtrain.models.component import Component
 from hvdtrain.models.costs import component_costs
 from hvdtrain.models.shapes import boundaries
 from hvdtrain.options.planrequest import AUTO
-from hvdtrain.options.syncrequest import AUTO_SYNC, Server
+from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.boundary import Boundaries
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images
@@ -41,8 +41,8 @@ from hvdtrain.planner.agreement import (
     Agreement,
     agreement_of,
     rank_bytes,
+    size,
 )
-from hvdtrain.planner.approximate import settle, size
 from hvdtrain.planner.candidate import (
     Candidate,
     Overview,
@@ -127,13 +127,8 @@ def _explained(
     if training.plan_request != AUTO:
         plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
     lines: list[str] = []
-    solution = None
-    if training.sync_request == AUTO_SYNC:
-        settled = settle(question, config.allow_approximate, plan)
-        question, solution = settled.chosen.question, settled.chosen.solution
-        lines.append(settled.reason)
     if plan is None:
-        solution = solution or solve(question)
+        solution = solve(question)
         candidate = solution.chosen
         lines += solution.reasons()
     else:
@@ -228,10 +223,6 @@ def show(config: PlanConfig) -> Overview | Explained:
         raise UsageError(
             "plan show --cluster needs --explain: add --explain, or use plan simulate"
         )
-    if training.sync_request == AUTO_SYNC and not config.explain:
-        raise UsageError(
-            "--sync auto compares seconds, which plan show counts with --explain only"
-        )
     components = _components(config, training)
     if config.explain:
         return _explained(config, training, components)
@@ -250,11 +241,6 @@ def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable | Sweep
     if config.explain or (config.picture and not config.sweep):
         raise UsageError(
             "plan simulate has no --explain, and --picture with --sweep only: use plan show"
-        )
-    if training.sync_request == AUTO_SYNC and not (config.cluster and config.plan):
-        raise UsageError(
-            "plan simulate --sync auto needs --cluster and --plan, because it compares the "
-            "all-reduces of one plan: add them, or use plan show --explain"
         )
     if config.cluster:
         components = _components(config, training)

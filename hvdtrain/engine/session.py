@@ -277,7 +277,6 @@ class Session(ABC):
         remarks: notes on the plan and the result of --verify, in words.
         predicted_seconds: per step, on rank 0 only, if the planner chose anything.
         predicted_bytes: that a rank sends per step to agree, as `predicted_seconds`.
-        agreement: the choice of `--sync auto` and its reasons, as `predicted_seconds`.
         migration, timeline: only of a framework that has them.
         libraries: distributions whose versions affect the results.
     """
@@ -298,7 +297,6 @@ class Session(ABC):
     remarks: tuple[str, ...] = ()
     predicted_seconds: float | None = None
     predicted_bytes: float | None = None
-    agreement: Mapping[str, object] | None = None
     migration: Migration | None = None
     timeline: Timeline | None = None
     libraries: ClassVar[tuple[str, ...]]

@@ -316,7 +316,7 @@ def _write_configuration(training: TrainConfig, patch: str, undo: ExitStack) -> 
             undo.callback((run / SUMMARY_BEFORE).replace, summary)
     except OSError as error:
         raise DataError(f"{run} cannot be created or changed: {error.strerror}") from None
-    configfile.save(configfile.with_saved_choice(training, saved), saved)
+    configfile.save(training, saved)
     if patch:
         files.write_text(run / record.PATCH, patch, "the patch", DataError, files.PRIVATE)
 

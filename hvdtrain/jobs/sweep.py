@@ -32,7 +32,7 @@ from hvdtrain.options.fields import about
 from hvdtrain.options.nearest import unknown_key
 from hvdtrain.options.parser import Parser, add_dataclass, select_fields
 from hvdtrain.options.syncoptions import SyncOptions
-from hvdtrain.options.syncrequest import AUTO_SYNC, NO_COMPRESSION, OPTIONS_OF
+from hvdtrain.options.syncrequest import NO_COMPRESSION, NO_SYNC, OPTIONS_OF
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
@@ -268,11 +268,10 @@ def _unused(run: TrainConfig, varied: Collection[str]) -> dict[str, Any]:
         for name, kind in OPTIONS_OF.items()
         if "sync" in varied and not isinstance(run.sync_request, kind)
     ]
-    is_auto = run.sync_request == AUTO_SYNC
-    if "sync" in varied and not is_auto:
-        names.append("allow_approximate")
-    if {"sync", "compress"} & set(varied) and not is_auto:
-        names += ["compress_after"] if run.compress_request == NO_COMPRESSION else []
+    if "sync" in varied and run.sync_request != NO_SYNC:
+        names += ["compress", "compress_after"]
+    elif {"sync", "compress"} & set(varied) and run.compress_request == NO_COMPRESSION:
+        names.append("compress_after")
     return {name: DEFAULT_SYNC[name] for name in names}
 
 

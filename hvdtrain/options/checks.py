@@ -18,7 +18,7 @@ from hvdtrain.options.planrequest import (
     Replicated,
     parse_plan_request,
 )
-from hvdtrain.options.syncrequest import AUTO_SYNC, NO_SYNC, check_sync, parse_sync_request
+from hvdtrain.options.syncrequest import NO_SYNC, check_sync, parse_sync_request
 
 # The allowed values, as the end of a message about another one.
 LIMITS = {
@@ -121,9 +121,8 @@ def _check_together(values: Mapping[str, Any]) -> None:
     if values["change_batch_norm"] and request != ADAPTIVE:
         raise UsageError("--change-batch-norm needs --plan adaptive: add it, or leave this out")
     if not isinstance(request, Chosen):
-        is_measured = parse_sync_request(values["sync"]) == AUTO_SYNC
         for name in CHOSEN_PLANS_ONLY:
-            if values[name] is not None and not (is_measured and name == "profile"):
+            if values[name] is not None:
                 raise UsageError(f"{flag(name)} needs --plan auto or --plan adaptive")
     if values["resume"] and values["run"] is None:
         raise UsageError("--resume needs --run: give the folder of the run to resume")

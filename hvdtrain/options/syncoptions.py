@@ -29,17 +29,10 @@ class SyncOptions:
         "an outer optimizer; elastic:H: drawn to a common centre every H steps; server: the last "
         "--servers ranks hold the weights and update them with the sum of all gradients; "
         "server:stale=S: each rank's gradients when they arrive, up to S steps ahead of the "
-        "slowest rank; server:async: without waiting for any; auto: exact, or with "
-        "--allow-approximate whatever compression makes the predicted step shortest",
+        "slowest rank; server:async: without waiting for any",
         Group.SYNC,
         Rule.ONE_LINE | Rule.TORCH_ONLY,
         "METHOD",
-    )
-    allow_approximate: bool = option(
-        False,
-        "let --sync auto choose bf16, fp16 or powersgd:2 if a step is predicted to be shorter",
-        Group.SYNC,
-        Rule.ON_RESUME | Rule.TORCH_ONLY,
     )
     average_optimizer: bool = option(
         False,
@@ -60,18 +53,6 @@ class SyncOptions:
         Group.SYNC,
         Rule.BELOW_ONE | Rule.TORCH_ONLY,
     )
-    fragments: int = option(
-        1,
-        "with --sync diloco: parts of the model that meet in turn",
-        Group.SYNC,
-        Rule.POSITIVE | Rule.TORCH_ONLY,
-    )
-    overlap: int = option(
-        0,
-        "with --sync diloco: steps between the start of a fragment's transfer and its use",
-        Group.SYNC,
-        Rule.NOT_NEGATIVE | Rule.TORCH_ONLY,
-    )
     elastic_rate: float | None = option(
         None,
         "with --sync elastic: share of the way to the centre",
@@ -88,17 +69,16 @@ class SyncOptions:
     )
     compress: str = option(
         "none",
-        "how gradients travel, or under --sync the changes of weights since the last meeting: "
-        "none (as they are), fp16, bf16, topk:RATIO (the largest values) or powersgd:RANK "
-        "(low-rank matrices); what is left out is added to what travels next",
+        "how gradients travel under --sync exact: none (as they are), fp16, bf16, topk:RATIO (the "
+        "largest values) or powersgd:RANK (low-rank matrices); what is left out is added to the "
+        "next gradients",
         Group.SYNC,
         Rule.ONE_LINE | Rule.TORCH_ONLY,
         "METHOD",
     )
     compress_after: int = option(
         100,
-        "first updates of the weights that --compress leaves exact: sums of gradients, or "
-        "meetings after these updates; the exact epochs of --sync post-local always are",
+        "first sums of gradients that --compress leaves exact",
         Group.SYNC,
         Rule.NOT_NEGATIVE | Rule.TORCH_ONLY,
     )

@@ -46,14 +46,6 @@ class Elastic:
 
 
 @dataclass(frozen=True)
-class Auto:
-    """Exact, or compressed sums in every step: whatever a prediction says is fastest.
-
-    The choice is made once, when a run starts; its configuration then has `exact` instead.
-    """
-
-
-@dataclass(frozen=True)
 class Server:
     """Servers hold the weights; in every step replicas push gradients and get weights.
 
@@ -69,7 +61,7 @@ class Server:
         return MOST_STEPS_AHEAD if self.staleness is None else self.staleness + 1
 
 
-SyncRequest = Exact | Auto | Local | DiLoCo | Elastic | Server
+SyncRequest = Exact | Local | DiLoCo | Elastic | Server
 
 
 @dataclass(frozen=True)
@@ -101,7 +93,7 @@ class PowerSGD:
 CompressRequest = NoCompression | Half | TopK | PowerSGD
 
 SYNC_FORMS = (
-    "exact, auto, local:H, post-local:H@EPOCH, diloco:H, elastic:H, server, server:stale=S or "
+    "exact, local:H, post-local:H@EPOCH, diloco:H, elastic:H, server, server:stale=S or "
     "server:async"
 )
 COMPRESS_FORMS = "none, fp16, bf16, topk:RATIO or powersgd:RANK"
@@ -109,15 +101,11 @@ NO_HIERARCHY = (
     "--allreduce hierarchical needs Horovod, since the all-reduces of --reduce-with mpi do not "
     "block: use --reduce-with horovod (hvdtrain setup installs it), or another --allreduce"
 )
-NO_SYNC, AUTO_SYNC, NO_COMPRESSION = Exact(), Auto(), NoCompression()
-# What `auto` chooses among, as values of --compress: in equal time the first one is better.
-CHOICES = ("none", "bf16", "fp16", "powersgd:2")
+NO_SYNC, NO_COMPRESSION = Exact(), NoCompression()
 # The options that only some ways to agree have, with the request that they belong to.
 OPTIONS_OF: Mapping[str, type[SyncRequest]] = {
     "outer_lr": DiLoCo,
     "outer_momentum": DiLoCo,
-    "fragments": DiLoCo,
-    "overlap": DiLoCo,
     "elastic_rate": Elastic,
     "average_optimizer": Local,
     "servers": Server,
@@ -136,8 +124,8 @@ def parse_sync_request(text: str) -> SyncRequest:
     Raises:
         UsageError: if it is not one of the forms.
     """
-    if text in ("exact", "auto"):
-        return NO_SYNC if text == "exact" else AUTO_SYNC
+    if text == "exact":
+        return NO_SYNC
     if text.partition(":")[0] == "server":
         return _server(text)
     match = re.fullmatch(r"(local|post-local|diloco|elastic):(\d{1,9})(?:@(\d{1,6}))?", text)
@@ -204,15 +192,12 @@ def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     if isinstance(request, Server):
         check_servers(values)
     is_compressed = compression != NO_COMPRESSION
-    _check_choice(values, request, is_compressed)
-    may_compress = is_compressed or request == AUTO_SYNC
-    if values["compress_after"] != defaults["compress_after"] and not may_compress:
+    if values["compress_after"] != defaults["compress_after"] and not is_compressed:
         raise UsageError("--compress-after needs --compress METHOD: add it, or leave this out")
-    if is_compressed and isinstance(request, Elastic):
+    if is_compressed and request != NO_SYNC:
         raise UsageError(
-            f"--compress {values['compress']} would count twice what it leaves out under --sync "
-            f"{values['sync']}, whose distances to the centre still hold it at the next meeting: "
-            "use --sync local:H or diloco:H, or leave one out"
+            f"--compress {values['compress']} needs the sums of every step, which --sync "
+            f"{values['sync']} does not have: use --sync exact, or leave --compress out"
         )
     if values["shard_optimizer"] and (request != NO_SYNC or is_compressed):
         other = "--compress" if is_compressed else "--sync"
@@ -225,19 +210,6 @@ def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     _check_apart(values, request)
 
 
-def _check_choice(values: Mapping[str, Any], request: SyncRequest, is_compressed: bool) -> None:
-    """Refuse options that leave `--sync auto` nothing to choose, or need it."""
-    if request != AUTO_SYNC:
-        if values["allow_approximate"]:
-            raise UsageError("--allow-approximate needs --sync auto: add it, or leave this out")
-        return
-    if is_compressed:
-        raise UsageError(
-            f"--sync auto chooses what travels, and --compress {values['compress']} has chosen "
-            "it: leave one out"
-        )
-
-
 def _check_algorithm(values: Mapping[str, Any], compression: CompressRequest) -> None:
     """Refuse an algorithm of all-reduces that the run cannot use."""
     algorithm = values["allreduce"]
@@ -247,11 +219,6 @@ def _check_algorithm(values: Mapping[str, Any], compression: CompressRequest) ->
         raise UsageError(
             f"--shard-optimizer sums by reduce-scatter, which --allreduce {algorithm} does not "
             "change: leave one out"
-        )
-    if algorithm != "auto" and values["allow_approximate"]:
-        raise UsageError(
-            "--allow-approximate may choose 16 bits, which travel without an all-reduce, so that "
-            f"--allreduce {algorithm} would not change it: leave one out"
         )
     if algorithm != "auto" and isinstance(compression, Half | TopK):
         raise UsageError(
@@ -267,7 +234,6 @@ def _check_memory(
     used = "--shard-optimizer" if values["shard_optimizer"] else ""
     used = f"--sync {values['sync']}" if request != NO_SYNC else used
     used = f"--compress {values['compress']}" if compression != NO_COMPRESSION else used
-    used = "" if request == AUTO_SYNC and not values["allow_approximate"] else used
     if used and values["memory_limit"] is not None:
         raise UsageError(
             f"--memory-limit does not count the memory that {used} needs or saves: leave one out"
@@ -281,14 +247,13 @@ def _check_approximate(
     if request == NO_SYNC and not is_compressed:
         return
     used = f"--sync {values['sync']}" if request != NO_SYNC else f"--compress {values['compress']}"
-    if values["verify"] and (request != AUTO_SYNC or values["allow_approximate"]):
-        used = "--allow-approximate" if request == AUTO_SYNC else used
+    if values["verify"]:
         raise UsageError(
             f"--verify compares with the serial run, from which {used} differs: leave one out"
         )
     if parse_plan_request(values["plan"]) == ADAPTIVE:
         raise UsageError(f"--plan adaptive does not support {used}: use --plan auto")
-    if request in (NO_SYNC, AUTO_SYNC):
+    if request == NO_SYNC:
         return
     for name, value in (("clip_norm", None), ("gradient_limit", None), ("on_bad_step", "stop")):
         if values[name] != value:
@@ -300,23 +265,13 @@ def _check_approximate(
 
 def _check_apart(values: Mapping[str, Any], request: SyncRequest) -> None:
     """Refuse options that replicas that train apart cannot obey."""
-    if isinstance(request, Exact | Auto):
+    if request == NO_SYNC:
         return
     sync = f"--sync {values['sync']}"
     if values["batch_norm"] == "sync":
         raise UsageError(
             f"--batch-norm sync needs all replicas in every step, which {sync} lets train apart: "
             "use --batch-norm local"
-        )
-    if isinstance(request, DiLoCo) and values["fragments"] > request.period:
-        raise UsageError(
-            f"--fragments {values['fragments']} need as many steps between meetings, but {sync} "
-            f"has {request.period}: use at most --fragments {request.period}"
-        )
-    if isinstance(request, DiLoCo) and values["overlap"] >= request.period:
-        raise UsageError(
-            f"--overlap {values['overlap']} does not end before the next meeting of {sync}: use "
-            f"at most --overlap {request.period - 1}"
         )
     if isinstance(request, Elastic) and (values["elastic_rate"] or 0.0) > 1:
         raise UsageError(

@@ -47,13 +47,11 @@ class Share:
         weight: its samples divided by those of the whole batch.
         first: whether it is the first replica of its stage with samples.
         samples: of the replica.
-        total: samples of the whole batch.
     """
 
     weight: float
     first: bool
     samples: int = 0
-    total: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class Cut:
         """Return the share of the batch that `rank` works on in `stage`."""
         first = next(other for other in self.parts[stage] if self.samples(stage, other))
         samples = self.samples(stage, rank)
-        return Share(samples / self.batch_size, rank == first, samples, self.batch_size)
+        return Share(samples / self.batch_size, rank == first, samples)
 
 
 # By (boundary, micro-batch, rank); boundary s lies between stages s and s + 1.

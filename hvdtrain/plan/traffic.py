@@ -11,10 +11,8 @@ from typing import Literal, NamedTuple
 from hvdtrain.options.syncrequest import (
     NO_COMPRESSION,
     CompressRequest,
-    DiLoCo,
     Half,
     PowerSGD,
-    SyncRequest,
     TopK,
 )
 
@@ -159,16 +157,6 @@ def largest_count(ratio: float, elements: int) -> int:
     return math.ceil(ratio * elements)
 
 
-def fragment_numbers(sizes: Sequence[int], fragments: int) -> list[int]:
-    """Return the fragment of each parameter, from 0: where the middle of its bytes lies."""
-    total, before = max(1, sum(sizes)), 0
-    numbers = []
-    for size in sizes:
-        numbers.append(min(fragments - 1, (2 * before + size) * fragments // (2 * total)))
-        before += size
-    return numbers
-
-
 def bucket_traffic(
     request: CompressRequest,
     gradients: Sequence[Gradient],
@@ -212,44 +200,17 @@ def _factors(rank: int, gradients: Sequence[Gradient], statistics: int, itemsize
     return Traffic((Operation("all_reduce", itemsize * (p + exact)),), second)
 
 
-def meeting_operations(
-    request: SyncRequest,
-    sizes: Sizes,
-    replicas: int,
-    *,
-    fragments: int = 1,
-    state: int = 0,
-    compress: CompressRequest = NO_COMPRESSION,
-) -> tuple[Operation, ...]:
+def meeting_operations(sizes: Sizes, replicas: int, state: int = 0) -> tuple[Operation, ...]:
     """Return the operations of one period of replicas that train apart.
 
-    Averages travel with the weight of each replica, and compressed changes of weights beside them.
-    Buffers other than batch norm statistics that forwards change are not among them: only a trial
-    shows which ones there are.
+    Averages travel with the weight of each replica. Buffers other than batch norm statistics that
+    forwards change are not among them: only a trial shows which ones there are.
 
     Args:
-        fragments: of `DiLoCo`, which meet once each.
         state: elements of the optimizer's state that are averaged, too.
-        compress: how changes of weights travel.
     """
-    groups: dict[int, list[Gradient]] = {}
-    if isinstance(request, DiLoCo):
-        counts = [gradient.elements for gradient in sizes.gradients]
-        numbers = fragment_numbers([sizes.itemsize * count for count in counts], fragments)
-        for number, gradient in zip(numbers, sizes.gradients, strict=True):
-            groups.setdefault(number, []).append(gradient)
-    else:
-        groups[0] = list(sizes.gradients)
-    groups = groups or {0: []}
-    operations: list[Operation] = []
-    for number, gradients in groups.items():
-        others = replicas + (sizes.averages + state if number == max(groups) else 0)
-        if compress == NO_COMPRESSION:
-            others += sum(gradient.elements for gradient in gradients)
-        else:
-            traffic = bucket_traffic(compress, gradients, 0, replicas, sizes.itemsize)
-            operations += traffic.operations
-        operations.append(Operation("all_reduce", sizes.itemsize * others))
-    if sizes.counters:
-        operations.append(Operation("all_reduce", COUNTER_BYTES * sizes.counters))
-    return tuple(operations)
+    count = sizes.elements + sizes.averages + state + replicas
+    averages = Operation("all_reduce", sizes.itemsize * count)
+    if not sizes.counters:
+        return (averages,)
+    return averages, Operation("all_reduce", COUNTER_BYTES * sizes.counters)

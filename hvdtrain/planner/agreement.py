@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.options.syncrequest import (
-    AUTO_SYNC,
     NO_SYNC,
     CompressRequest,
     DiLoCo,
@@ -56,14 +55,12 @@ class Agreement:
     Attributes:
         sync: when.
         compress: what travels, as a value of `--compress`.
-        fragments: of `diloco`.
         averaged: elements of the optimizer's state that are averaged, too: as a multiple of the
             parameters' elements, and per parameter.
     """
 
     sync: SyncRequest = NO_SYNC
     compress: str = NONE
-    fragments: int = 1
     averaged: tuple[int, int] = (0, 0)
 
     @cached_property
@@ -80,14 +77,7 @@ class Agreement:
         """Return the operations of one period of replicas that train apart."""
         copies, numbers = self.averaged
         state = copies * sizes.elements + numbers * len(sizes.gradients)
-        return meeting_operations(
-            self.sync,
-            sizes,
-            replicas,
-            fragments=self.fragments,
-            state=state,
-            compress=self.request,
-        )
+        return meeting_operations(sizes, replicas, state)
 
     def coding(self, measured: Mapping[str, Coding]) -> Coding:
         """Return the seconds of a component's compression.
@@ -133,15 +123,15 @@ def typical_coding(
 
 
 def agreement_of(config: "TrainConfig") -> Agreement:
-    """Return how the replicas of a run agree; what `--sync auto` will choose counts as exact."""
-    request = NO_SYNC if config.sync_request == AUTO_SYNC else config.sync_request
+    """Return how the replicas of a run agree."""
+    request = config.sync_request
     if not isinstance(request, Local) or not config.average_optimizer:
         averaged = (0, 0)
     elif config.optimizer in ("sgd", "sgdw"):
         averaged = (int(config.momentum > 0), 0)
     else:
         averaged = (2, 1)  # two moments, and a count of steps
-    return Agreement(request, config.compress, config.fragments, averaged)
+    return Agreement(request, config.compress, averaged)
 
 
 class Reduction(NamedTuple):
@@ -232,3 +222,8 @@ def rank_bytes(
         for stage in plan.stages
     ]
     return tuple(sum(of_stage[stage] for stage in plan.stages_of(rank)) for rank in plan.ranks)
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in words."""
+    return f"{count / 1e6:.3g} MB" if count >= 1e5 else f"{count / 1e3:.3g} kB"

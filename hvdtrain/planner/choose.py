@@ -17,14 +17,12 @@ from hvdtrain.device import check_horovod_on, free_bytes, give_back, held_bytes
 from hvdtrain.host.files import check_target
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.planrequest import Chosen
-from hvdtrain.options.syncrequest import AUTO_SYNC
 from hvdtrain.parallel.stage import AUTOCAST
 from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.plan.recompute import reason_against_split_backward
 from hvdtrain.planner import clusters, profilefile
-from hvdtrain.planner.agreement import EXACT, NONE, agreement_of, rank_bytes, typical_coding
-from hvdtrain.planner.approximate import NOTHING_TO_SETTLE, Settled, settle, size
+from hvdtrain.planner.agreement import EXACT, agreement_of, rank_bytes, size, typical_coding
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.chain import Disturb, Link
 from hvdtrain.planner.coding import measure_coding
@@ -42,7 +40,7 @@ from hvdtrain.planner.probe import (
     started_mpi_sum,
 )
 from hvdtrain.planner.profile import Profile, RankTimes
-from hvdtrain.planner.solve import Solution, solve
+from hvdtrain.planner.solve import solve
 from hvdtrain.planner.subject import Subject
 from hvdtrain.sync.engine import reduction_library
 from hvdtrain.sync.mpi import MPICollectives
@@ -63,8 +61,6 @@ class Choice:
         predicted_seconds: per step.
         question: the model, batch and machine that the plan was chosen for.
         predicted_bytes: that a rank sends per step to agree with other replicas, their mean.
-        compress: the choice of `--sync auto`, as a value of `--compress`, on all ranks.
-        predictions: of all that `--sync auto` chose among, for a log.
     """
 
     plan: Plan
@@ -72,72 +68,47 @@ class Choice:
     predicted_seconds: float | None = None
     question: Question | None = None
     predicted_bytes: float | None = None
-    compress: str | None = None
-    predictions: Mapping[str, object] | None = None
 
 
-def choose_plan(subject: Subject, world: World, plan: Plan | None = None) -> Choice:
-    """Measure, choose on rank 0 what is not given, and broadcast it. Collective.
-
-    Args:
-        plan: of the run, if only `--sync auto` has to be decided.
+def choose_plan(subject: Subject, world: World) -> Choice:
+    """Measure, choose the plan on rank 0, and broadcast it. Collective.
 
     Raises:
         UsageError: if nothing fits.
     """
     config = subject.config
-    settles = config.sync_request == AUTO_SYNC
-    if plan is None and world.size == 1 and config.memory_limit is None:
-        plan = replicated(subject.names, 1, config.microbatches, config.schedule)
-    if plan is not None and not plan.replicated_stages:
-        return Choice(plan, (NOTHING_TO_SETTLE,), compress=NONE) if settles else Choice(plan)
+    if world.size == 1 and config.memory_limit is None:
+        return Choice(replicated(subject.names, 1, config.microbatches, config.schedule))
     started = time.perf_counter()
     known, how = _known(subject, world)
     measured = time.perf_counter()
     chosen = None
     if known is not None:
         problem = question(config, known, world.size)
-        if settles:
-            chosen = _of_settled(settle(problem, config.allow_approximate, plan))
-        else:
-            chosen = _of_solution(problem, solve(problem))
+        solution, agreement = solve(problem), problem.known.agreement
+        plan = solution.chosen.plan
+        sent = rank_bytes(agreement, plan, problem.known.by_name)
         seconds = time.perf_counter() - measured
-        what = "plan" if plan is None else "--sync auto"
-        line = f"{what}: {how} in {measured - started:.1f} s, chosen in {seconds:.2f} s"
-        chosen = replace(chosen, remarks=(line, *chosen.remarks))
-    agreed = world.broadcast((chosen.plan, chosen.compress) if chosen else None)
-    return chosen or Choice(agreed[0], compress=agreed[1])
-
-
-def _of_solution(problem: Question, solution: Solution) -> Choice:
-    """Return the choice of a plan for a given way to agree."""
-    plan, agreement = solution.chosen.plan, problem.known.agreement
-    sent = rank_bytes(agreement, plan, problem.known.by_name)
-    remarks = solution.reasons()
-    if problem.limits is not None:
-        remarks.append(
-            f"memory: a rank needs up to {max(solution.chosen.rank_bytes) / GIB:.2f} GiB "
-            f"(predicted, of {min(problem.limits) / GIB:.2f} GiB after the reserve)"
+        remarks = [
+            f"plan: {how} in {measured - started:.1f} s, chosen in {seconds:.2f} s",
+            *solution.reasons(),
+        ]
+        if problem.limits is not None:
+            remarks.append(
+                f"memory: a rank needs up to {max(solution.chosen.rank_bytes) / GIB:.2f} GiB "
+                f"(predicted, of {min(problem.limits) / GIB:.2f} GiB after the reserve)"
+            )
+        if agreement != EXACT:
+            remarks.append(f"to agree, a rank sends up to {size(max(sent))} per step (predicted)")
+        chosen = Choice(
+            plan,
+            tuple(remarks),
+            solution.chosen.seconds,
+            problem,
+            predicted_bytes=statistics.mean(sent),
         )
-    if agreement != EXACT:
-        remarks.append(f"to agree, a rank sends up to {size(max(sent))} per step (predicted)")
-    seconds, mean = solution.chosen.seconds, statistics.mean(sent)
-    return Choice(plan, tuple(remarks), seconds, problem, predicted_bytes=mean)
-
-
-def _of_settled(settled: Settled) -> Choice:
-    """Return the choice of `--sync auto`."""
-    best = settled.chosen
-    known, plan = best.question.known, best.candidate.plan
-    return Choice(
-        plan,
-        (settled.reason, *(best.solution.reasons() if best.solution else ())),
-        best.candidate.seconds,
-        best.question,
-        statistics.mean(rank_bytes(known.agreement, plan, known.by_name)),
-        best.method,
-        settled.as_json(),
-    )
+    agreed: Plan = world.broadcast(chosen.plan if chosen else None)
+    return chosen or Choice(agreed)
 
 
 def without_split_backward(chosen: Choice, remark: str = "") -> Choice:

@@ -277,12 +277,7 @@ def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
     agreement, replicas = known.agreement, len(ranks)
     if agreement.period is not None:
         meeting = agreement.meeting(Sizes.total(cost.sizes for cost in costs), replicas)
-        whole = {
-            place: cost.sizes.itemsize * cost.sizes.elements
-            for place, cost in enumerate(costs[::-1])
-        }
-        coded = sum(_coding(whole, components[::-1], ranks, known))
-        return (_seconds_of(meeting, ranks, known) + coded) / agreement.period
+        return _seconds_of(meeting, ranks, known) / agreement.period
     sums = reductions(agreement, costs, replicas)
     coding = [_coding(one.bytes_of, components[::-1], ranks, known) for one in sums]
     first = [_seconds_of(one.traffic.first, ranks, known) for one in sums]

@@ -9,7 +9,6 @@ import torch
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.costs import ComponentCost
-from hvdtrain.options.syncrequest import AUTO_SYNC, CHOICES
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import Images, StageModel
 from hvdtrain.plan.recompute import recomputed_components
@@ -69,8 +68,6 @@ class Subject:
     @property
     def methods(self) -> tuple[str, ...]:
         """Values of `--compress` whose seconds are measured."""
-        if self.config.sync_request == AUTO_SYNC:
-            return tuple(method for method in CHOICES if method != NONE)
         return () if self.config.compress == NONE else (self.config.compress,)
 
     def words(self, world: World) -> str:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.average import Averager
-from hvdtrain.sync.changes import Changes, total_norm
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.local import Trained
 from hvdtrain.sync.replica import MODEL, Replica
@@ -33,7 +32,6 @@ class Apart(Kept, ABC):
         period: number of steps.
 
     Attributes:
-        changes: what averages the changes of parameters, if not their weights are averaged.
         differ: whether replicas may hold different weights now.
         has_local_state: whether anything of this replica may differ from the others.
         steps: since replicas last agreed on all weights.
@@ -45,7 +43,6 @@ class Apart(Kept, ABC):
         self.replica, self.collectives, self.trained = replica, collectives, trained
         self.period = period
         self.averager = Averager(collectives)
-        self.changes: list[Changes] = []
         self.copies = CopiedStates(replica.copied, collectives)
         self.differ, self.has_local_state = False, False
         self.steps, self.samples_before = 0, trained.samples
@@ -68,13 +65,7 @@ class Apart(Kept, ABC):
     def count_step(self) -> None:
         """Note that the replicas have made a step without each other."""
         self.steps += 1
-        self.count_update()
         self.differ = self.has_local_state = True
-
-    def count_update(self) -> None:
-        """Count an update of the weights of all replicas, also an exact one."""
-        for changes in self.changes:
-            changes.count_step()
 
     def meet(self) -> None:
         """Meet if there was a step since the last meeting."""
@@ -100,7 +91,6 @@ class Apart(Kept, ABC):
             "meetings": self.meetings,
             "sent_bytes": self.collectives.sent_bytes,
             "drift": self.drift,
-            **total_norm(self.changes),
         }
 
     def measure_drift(self, averages: Sequence[Tensor]) -> None:
@@ -141,10 +131,6 @@ class Apart(Kept, ABC):
 
     def saved(self) -> dict[str, Tensor]:
         """Return this replica's own state, if it may differ from that of the others."""
-        kept = {name: value for one in self.changes for name, value in one.saved().items()}
-        return kept | self._local_state()
-
-    def _local_state(self) -> dict[str, Tensor]:
         if not self.has_local_state:
             return {}
         weights = self.local_weights()
@@ -171,16 +157,6 @@ class Apart(Kept, ABC):
 
     def wanted(self, shapes: Shapes) -> frozenset[str]:
         """Return the state of the replica at this place, if there were as many replicas."""
-        local = self._wanted_local_state(shapes)
-        others = (changes.wanted(shapes) for changes in self.changes)
-        period = self.period_names().intersection(shapes) if local else frozenset[str]()
-        return local.union(period, *others)
-
-    def period_names(self) -> frozenset[str]:
-        """Return the names of what only a resume inside the period needs, with local state."""
-        return frozenset[str]().union(*(changes.period() for changes in self.changes))
-
-    def _wanted_local_state(self, shapes: Shapes) -> frozenset[str]:
         size, place = self.collectives.size, self.collectives.place
         last, next_ = (f"replica/{i}/{self._counts}" for i in (size - 1, size))
         if last not in shapes or next_ in shapes:
@@ -196,8 +172,6 @@ class Apart(Kept, ABC):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Continue as the replica that saved this state."""
-        for changes in self.changes:
-            changes.load(tensors)
         prefix = f"replica/{self.collectives.place}/"
         state = {
             name.removeprefix(prefix): value

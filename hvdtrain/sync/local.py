@@ -15,20 +15,9 @@ from hvdtrain.sync.saved import Shapes
 
 @dataclass
 class Trained:
-    """Count of what a replica has trained on without the others, since the process started.
-
-    Attributes:
-        samples: of the replica.
-        total: of all replicas in the same steps.
-    """
+    """Count of the samples that a replica has trained on without the others since the start."""
 
     samples: int = 0
-    total: int = 0
-
-    def add(self, share: Share) -> None:
-        """Count a step."""
-        self.samples += share.samples
-        self.total += share.total
 
 
 class LocalGradients(SerialGradients):
@@ -50,7 +39,7 @@ class LocalGradients(SerialGradients):
     @override
     def start(self, share: Share) -> None:
         """Scale the gradients to the mean over this replica's samples."""
-        self.count.add(share)
+        self.count.samples += share.samples
         if not share.samples:
             self.zero()
             return

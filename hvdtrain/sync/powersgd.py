@@ -119,9 +119,9 @@ class PowerSums(CompressedSums):
             ]
         self._receive_factors(residual, columns)
 
-    def settle(self) -> None:
-        """Continue with the residuals and factors of the last sums."""
-        super().settle()
+    def accept(self) -> None:
+        """Count the step, and continue with its residuals and factors."""
+        super().accept()
         for matrix in self._matrices():
             matrix.factor = matrix.factor if matrix.following is None else matrix.following
             matrix.following = None

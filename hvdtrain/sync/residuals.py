@@ -63,16 +63,11 @@ class Residual:
 
     def by_name(self) -> dict[str, Tensor]:
         """Return `current` by parameter, each a view with the shape of the parameter."""
-        return named_views(self.bucket, self.current)
-
-
-def named_views(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
-    """Return views of a flat tensor, laid out as a bucket, by the names of its parameters."""
-    views, offset = {}, int(flat.storage_offset())
-    for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-        views[name] = laid_out(flat, parameter, offset)
-        offset += parameter.numel()
-    return views
+        views, offset = {}, int(self.current.storage_offset())
+        for name, parameter in zip(self.bucket.names, self.bucket.parameters, strict=True):
+            views[name] = laid_out(self.current, parameter, offset)
+            offset += parameter.numel()
+        return views
 
 
 class CompressedSums(Sums, abc.ABC):
@@ -135,21 +130,14 @@ class CompressedSums(Sums, abc.ABC):
     def accept(self) -> None:
         """Count the step, and continue with its residuals."""
         self.steps += 1
-        self.settle()
-
-    def settle(self) -> None:
-        """Continue with the residuals of the last sums."""
         for residual in self.residuals.values():
             residual.accept()
 
     def counted(self) -> Mapping[str, float]:
         """Return the bytes that this rank has sent, and the norm of its current residuals."""
-        return {**self.exact.counted(), "residual_norm": self.residual_norm()}
-
-    def residual_norm(self) -> float:
-        """Return the norm of this replica's current residuals."""
         norms = [residual.current.norm().double().cpu() for residual in self.residuals.values()]
-        return float(torch.stack(norms).norm()) if norms else 0.0
+        norm = float(torch.stack(norms).norm()) if norms else 0.0
+        return {**self.exact.counted(), "residual_norm": norm}
 
     def saved(self) -> dict[str, Tensor]:
         """Return this replica's residuals, and on the first one the number of steps."""

@@ -8,16 +8,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hvdtrain.errors import UsageError
-from hvdtrain.options.syncrequest import NO_COMPRESSION, Exact, Local, parse_sync_request
+from hvdtrain.options.syncrequest import Exact, Local, parse_sync_request
 from hvdtrain.plan.cut import Share
-from hvdtrain.sync.averaging import CompressedLocalMeetings, LocalMeetings
-from hvdtrain.sync.changes import LeftOver, compressed
-from hvdtrain.sync.collectives import Alone, Collectives
+from hvdtrain.sync.averaging import LocalMeetings
+from hvdtrain.sync.collectives import Alone
 from hvdtrain.sync.engine import collectives_of
 from hvdtrain.sync.gradients import ExactSums, ReplicatedGradients
 from hvdtrain.sync.local import Trained
 from hvdtrain.sync.replica import Replica
-from hvdtrain.sync.saved import Shapes
 from hvdtrain.sync.states import States
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.reduction import (
@@ -42,7 +40,6 @@ class LocalReduction(Reduction):
         statistics: running statistics of batch norms, by name.
         optimizer: of the parameters.
         period: steps from one meeting to the next.
-        compression: of the changes of weights; the rest travels whole.
     """
 
     is_exact = False
@@ -56,7 +53,6 @@ class LocalReduction(Reduction):
         statistics: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
         period: int,
-        compression: Compression,
     ) -> None:
         super().__init__(number, parameters, others, state)
         self.optimizer, self.period, self.trained = optimizer, period, Trained()
@@ -67,7 +63,9 @@ class LocalReduction(Reduction):
         )
         states = States(self.states, self._put)
         replica = Replica(_named(parameters), statistics, states, optimizer, self._complete)
-        self.meetings = _meetings(replica, collectives, self.trained, period, compression)
+        self.meetings = LocalMeetings(
+            replica, collectives, self.trained, period, averages_optimizer=True
+        )
         self.statistics = statistics
 
     @override
@@ -89,7 +87,7 @@ class LocalReduction(Reduction):
         super().start(share)
         self.share = share
         self.meetings.before_step(0)
-        self.trained.add(share)
+        self.trained.samples += share.samples
 
     @override
     @torch.no_grad()
@@ -135,20 +133,8 @@ class LocalReduction(Reduction):
             self.meetings.meet()
 
     @override
-    def saved(self) -> dict[str, Tensor]:
-        """Return what this rank has not sent yet; a meeting comes before a checkpoint."""
-        changes = self.meetings.changes
-        return {name: value for one in changes for name, value in one.saved().items()}
-
-    @override
-    def wanted(self, shapes: Shapes) -> frozenset[str]:
-        return frozenset[str]().union(*(one.wanted(shapes) for one in self.meetings.changes))
-
-    @override
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with what was not sent; all ranks have loaded the same weights."""
-        for changes in self.meetings.changes:
-            changes.load(tensors)
+        """Start a period: all ranks have loaded the same weights."""
         self.meetings.start_period()
 
     def _put(self, values: Mapping[str, Tensor]) -> None:
@@ -180,55 +166,9 @@ class LocalReduction(Reduction):
                         state[parameter][key] = zeros
 
 
-class SingleReduction(Reduction):
-    """Gradients of a single rank, which adds once what several ranks had not sent."""
-
-    def __init__(
-        self,
-        number: int,
-        parameters: Mapping[str, nn.Parameter],
-        others: Mapping[str, Key],
-        state: State,
-    ) -> None:
-        super().__init__(number, parameters, others, state)
-        self.left_over = LeftOver(_named(parameters))
-
-    @override
-    def after_step(self, step: int) -> None:
-        """Add it after the next step: graphs of this step may need the weights as they were."""
-        self.left_over.after_step(step)
-        self.left_over.add()
-
-    @override
-    def saved(self) -> dict[str, Tensor]:
-        return self.left_over.saved()
-
-    @override
-    def wanted(self, shapes: Shapes) -> frozenset[str]:
-        return self.left_over.wanted(shapes)
-
-    @override
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.left_over.load(tensors)
-
-
 def _named(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Return parameters by their names in a checkpoint."""
     return {name.replace(COMPILED, ""): value for name, value in parameters.items()}
-
-
-def _meetings(
-    replica: Replica,
-    collectives: Collectives,
-    trained: Trained,
-    period: int,
-    compression: Compression,
-) -> LocalMeetings:
-    if compression.request == NO_COMPRESSION:
-        return LocalMeetings(replica, collectives, trained, period, averages_optimizer=True)
-    changes = compressed(compression.request, compression.after, trained)
-    halves = [name for name, v in replica.parameters.items() if v.dtype == torch.float16]
-    return CompressedLocalMeetings(replica, collectives, trained, period, True, changes, halves)
 
 
 def period_of(sync: str, optimizers: Sequence[torch.optim.Optimizer]) -> int | None:
@@ -258,11 +198,10 @@ def reduction_kind(
     if period is None:
         return partial(Reduction, compression=compression)
     if ranks == 1:
-        return Reduction if compression.request == NO_COMPRESSION else SingleReduction
+        return Reduction
     return partial(
         LocalReduction,
         statistics=statistics_of(model),
         optimizer=optimizer,
         period=period,
-        compression=compression,
     )

@@ -14,7 +14,7 @@ from hvdtrain.device import check_horovod_on, is_gpu
 from hvdtrain.errors import UsageError
 from hvdtrain.models import extrastate
 from hvdtrain.models.component import is_dense
-from hvdtrain.options.syncrequest import parse_compress_request
+from hvdtrain.options.syncrequest import NO_COMPRESSION, parse_compress_request
 from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.sync.engine import open_group
 from hvdtrain.torch import state as states
@@ -79,10 +79,9 @@ def prepare(
         more: other optimizers, each of other parameters of the model.
         compress: what travels between ranks, as `hvdtrain train --compress`: none, fp16, bf16,
             topk:RATIO or powersgd:RANK. What is left out is added to the next gradients, so keep
-            the scale of a GradScaler constant. Parameters in fp16 are not compressed. With
-            `sync="local:H"` it is the changes of weights that travel so; all else travels whole.
-        compress_after: first averaged gradients, or steps with `sync="local:H"`, that are exact.
-        sync: "exact" or "local:H", with one optimizer.
+            the scale of a GradScaler constant. Parameters in fp16 are not compressed.
+        compress_after: first averaged gradients that are exact.
+        sync: "exact" or "local:H", with one optimizer and without `compress`.
 
     Raises:
         UsageError: on all ranks, if model or optimizers differ between ranks or cannot be
@@ -92,6 +91,11 @@ def prepare(
     optimizers = [optimizer, *more]
     _check(model, optimizers)
     period, compression = period_of(sync, optimizers), _compression(compress, compress_after)
+    if period is not None and compression.request != NO_COMPRESSION:
+        raise UsageError(
+            f"compress={compress!r} needs the sums of every step, which sync={sync!r} does not "
+            "have: use sync='exact', or leave compress out"
+        )
     note = Note(Action.PREPARING, len(state.models))
     described = facts(model, optimizers, compression)
     described["optimizer"]["sync"] = sync

@@ -45,7 +45,7 @@ class Window:
         samples = sum(batch.samples for batch in self.batches)
         total = sum(batch.total for batch in self.batches)
         first = self.batches[-1].first == rank
-        return Share(samples / total if total else 0.0, first, samples, total)
+        return Share(samples / total if total else 0.0, first, samples)
 
     def post(self, samples: int | None, backward: int, is_exact: bool) -> None:
         """Add the micro-batch of a backward; send what all ranks must know of it.

@@ -57,8 +57,6 @@ def announce(run: Run) -> None:
         plan_record["predicted_seconds"] = session.predicted_seconds
     if session.predicted_bytes is not None:
         plan_record["predicted_sent_bytes"] = session.predicted_bytes
-    if session.agreement is not None:
-        run.journal.event("agreement", step=run.progress.step, **session.agreement)
     run.journal.event("plan", step=run.progress.step, **plan_record)
 
 

@@ -1,16 +1,14 @@
 """Replicas that train apart, for tests: their training, and serial simulations of it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.check.plan import local_batch, random_batch
-from hvdtrain.checkpoint.store import owners
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component, tensor_shapes
 from hvdtrain.parallel.runtime import Runtime
@@ -256,90 +254,37 @@ def simulated_elastic(replicas: Replicas, period: int, steps: int) -> History:
     return history
 
 
-@dataclass
-class Part:
-    """A fragment of the simulated DiLoCo, with torch's own optimizer for the outer steps."""
-
-    names: list[str]
-    offset: int
-    start: dict[str, Tensor]
-    outer: torch.optim.Optimizer
-    samples: np.ndarray
-    sent: dict[str, np.ndarray] | None = None
-    steps: int = 0
-
-
-def parts_of(replicas: Replicas, period: int) -> Iterator[Part]:
-    config = replicas.config
-    sizes = [replicas.value(0, name).nbytes for name in replicas.names]
-    numbers = owners(sizes, config.fragments)
-    for number in sorted(set(numbers)):
-        held = [name for name, n in zip(replicas.names, numbers, strict=True) if n == number]
-        start = {name: torch.tensor(replicas.value(0, name).copy()) for name in held}
-        outer = torch.optim.SGD(
-            list(start.values()),
-            config.outer_lr,
-            config.outer_momentum,
-            nesterov=config.outer_momentum > 0,
-        )
-        offset = period * (number + 1) // config.fragments % period
-        yield Part(held, offset, start, outer, np.zeros(replicas.count))
-
-
-class DiLoCo:
-    """A simulation of the outer steps of all fragments."""
-
-    def __init__(self, replicas: Replicas, period: int) -> None:
-        self.replicas, self.period = replicas, period
-        self.overlap = replicas.config.overlap
-        self.parts = list(parts_of(replicas, period))
-
-    def send(self, part: Part) -> None:
-        average = self.replicas.average
-        part.sent = {name: average(name, part.samples) for name in part.names}
-        part.samples[:], part.steps = 0, 0
-
-    def use(self, part: Part, mixing: float) -> None:
-        assert part.sent is not None
-        for name, start in part.start.items():
-            start.grad = start - torch.from_numpy(part.sent[name])
-        part.outer.step()
-        part.sent = None
-        for name, start in part.start.items():
-            for rank in range(self.replicas.count):
-                value = self.replicas.value(rank, name)
-                value[...] = mixing * value + (1 - mixing) * start.numpy()
-
-    def step(self, k: int, samples: np.ndarray) -> None:
-        for part in self.parts:
-            part.samples += samples
-            part.steps += 1
-            if part.sent and (k - part.offset) % self.period == self.overlap:
-                self.use(part, 0.5)
-            if (k - part.offset) % self.period == 0:
-                self.send(part)
-                if not self.overlap:
-                    self.use(part, 0.0)
-
-    def meet(self) -> None:
-        for part in self.parts:
-            if part.sent:
-                self.use(part, 0.5 if part.steps else 0.0)
-            if part.steps:
-                self.send(part)
-                self.use(part, 0.0)
-
-
 def simulated_diloco(replicas: Replicas, period: int, steps: int) -> History:
-    outer, history = DiLoCo(replicas, period), []
+    """Return the history with torch's own optimizer for the outer steps."""
+    config = replicas.config
+    start = {name: torch.tensor(replicas.value(0, name).copy()) for name in replicas.names}
+    outer = torch.optim.SGD(
+        list(start.values()),
+        config.outer_lr,
+        config.outer_momentum,
+        nesterov=config.outer_momentum > 0,
+    )
+    history = []
+
+    def meet() -> None:
+        if not replicas.samples.any():
+            return
+        for name, value in start.items():
+            average = replicas.average(name, replicas.samples)
+            value.grad = value - torch.from_numpy(average)
+        outer.step()
+        for name, value in start.items():
+            replicas.put(name, value.numpy())
+        replicas.samples[:] = 0
+
     for number in range(steps):
         k = number % len(EPOCH) + 1
-        before = replicas.samples.copy()
         replicas.step(number, EPOCH[k - 1])
-        outer.step(k, replicas.samples - before)
+        if k % period == 0:
+            meet()
         history.append(replicas.weights())
         if k == len(EPOCH):
-            outer.meet()
+            meet()
             history.append(replicas.weights())
     return history
 
@@ -352,8 +297,4 @@ METHODS: dict[str, tuple[Callable[[Replicas, int, int], History], str, dict[str,
     "elastic, rate 0.3": (simulated_elastic, "elastic:5", {"elastic_rate": 0.3}),
     "diloco": (simulated_diloco, "diloco:2", {}),
     "diloco, adamw": (simulated_diloco, "diloco:3", {"optimizer": "adamw", "lr": 0.003}),
-    "fragments": (simulated_diloco, "diloco:4", {"fragments": 2}),
-    "overlap": (simulated_diloco, "diloco:3", {"overlap": 1, "outer_lr": 0.5}),
-    "fragments, overlap": (simulated_diloco, "diloco:3", {"fragments": 3, "overlap": 2}),
-    "fragments, overlap 1": (simulated_diloco, "diloco:2", {"fragments": 2, "overlap": 1}),
 }

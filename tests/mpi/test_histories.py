@@ -45,8 +45,6 @@ def test_every_step_is_as_recorded(world: World, method: str) -> None:
     [
         ("local", "diloco"),
         ("elastic", "local"),
-        ("fragments, overlap", "diloco"),
-        ("fragments, overlap 1", "fragments, overlap"),
     ],
 )
 def test_another_method_is_noticed(world: World, method: str, like: str) -> None:

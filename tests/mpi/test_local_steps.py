@@ -207,7 +207,6 @@ RESUMED: list[tuple[str, dict[str, Any]]] = [
     ("local:3", {}),
     ("local:3", {"average_optimizer": True, "optimizer": "adam"}),
     ("diloco:3", {}),
-    ("diloco:3", {"fragments": 2, "overlap": 2}),
     ("elastic:3", {}),
 ]
 
@@ -241,7 +240,7 @@ def test_an_outer_momentum_that_is_forgotten_is_noticed(
     resumed.restore(whole.share())
     for meeting in resumed.meetings:
         assert isinstance(meeting, DiLoCoMeetings)
-        for momentum in meeting.fragments[0].momentum:
+        for momentum in meeting.momentum:
             momentum.zero_()
     pairs = zip(resumed.train(4, 10), whole.train(4, 10), strict=True)
     assert max(difference(ours, theirs) for ours, theirs in pairs) > SEEN

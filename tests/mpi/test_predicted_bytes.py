@@ -21,7 +21,7 @@ from tests.mpi.plans import PLANS
 pytestmark = [pytest.mark.usefixtures("horovod"), pytest.mark.several_ranks]
 SIZE = 8
 WAYS: list[dict[str, Any]] = [
-    {"sync": "auto"},
+    {},
     {"compress": "fp16"},
     {"compress": "bf16"},
     {"compress": "topk:0.07"},
@@ -31,11 +31,7 @@ WAYS: list[dict[str, Any]] = [
     {"sync": "local:2", "average_optimizer": True},
     {"sync": "local:1", "average_optimizer": True, "optimizer": "sgd"},
     {"sync": "elastic:2"},
-    {"sync": "diloco:3", "fragments": 3},
-    {"sync": "diloco:2", "fragments": 2, "overlap": 1},
-    {"sync": "local:2", "compress": "bf16", "average_optimizer": True},
-    {"sync": "local:2", "compress": "powersgd:2"},
-    {"sync": "diloco:2", "fragments": 2, "compress": "topk:0.07"},
+    {"sync": "diloco:3"},
 ]
 # Unequal shares, and a replica of two stages.
 PLAN_OF = {2: "replicas that share unlike", 3: "overlapping", 4: "3+1, shares 3:2:1"}
@@ -69,14 +65,14 @@ def sent(config: TrainConfig, plan: Plan, components: list[Component], world: Wo
     runtime, counts = runtime_of(config, plan, components, SIZE, world), [0.0]
     runtime.observer.close()
     period = agreement_of(config).period or 1
-    for step in range(1, 2 * period + 2):  # a transfer may overlap with the step after a period
+    for step in range(1, 2 * period + 1):
         for part in runtime.parts.values():
             part.meetings.before_step(0)
         run_step(runtime, plan, world, SIZE, 13, step)
         for part in runtime.parts.values():
             part.meetings.after_step(step)
         counts.append(counted(runtime))
-    return (counts[-1] - counts[period + 1]) / period
+    return (counts[-1] - counts[period]) / period
 
 
 def predicted(config: TrainConfig, plan: Plan, rank: int) -> float:

@@ -1,6 +1,5 @@
 """Local steps of a user's own loop: ranks average their weights after every period."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch.utils.data import DataLoader
 
 from hvdtrain import torch as distributed
 from hvdtrain.errors import UsageError
-from hvdtrain.torch import state
 from hvdtrain.world import World
 from tests.mpi.loops import BATCH, BOUND, Net, cross_entropy, dataset, distance, global_batches
 from tests.mpi.loops import from_the_first_epoch as from_the_first_epoch
@@ -89,59 +87,15 @@ def test_all_ranks_leave_out_a_step_whose_gradients_overflow_on_one(world: World
     assert are_equal(world, model)
 
 
-def trained(compress: str, sync: str = "local:3", epochs: int = 3) -> nn.Module:
-    """Return a model after local steps; its last meeting comes before an evaluation."""
-    model, optimizer = distributed.prepare(
-        *_made(), sync=sync, compress=compress, compress_after=0
-    )
-    images = labels = torch.zeros(0)
-    for images, labels in batches(epochs):
-        optimizer.zero_grad()
-        cross_entropy(model, images, labels).backward()
-        optimizer.step()
-    distributed.evaluate(model, [(images, labels)])
-    state.current().positions.clear()
-    return model
-
-
-@pytest.mark.parametrize("compress", ["topk:1", "topk:0.1", "powersgd:1", "bf16"])
-def test_changes_of_weights_travel_compressed(world: World, compress: str) -> None:
-    """Unequal shares, and steps in which a rank has no samples; all values, or fewer."""
-    whole, model = trained("none"), trained(compress)
-    assert are_equal(world, model)
-    assert (distance(weights_of(model), weights_of(whole)) <= BOUND) == (compress == "topk:1")
-
-
-def test_a_loop_that_resumes_has_the_same_bits_with_compression(
-    world: World, tmp_path: Path
-) -> None:
-    """Each epoch has three steps, and a meeting after the second and at the checkpoint."""
-    folder, results = world.broadcast(tmp_path), []
-    for parts in ([2], [1, 1]):
-        for number, epochs in enumerate(parts):
-            distributed.stop()
-            distributed.start(device="cpu")
-            made = _made()
-            model, optimizer = distributed.prepare(
-                *made, sync="local:2", compress="topk:0.1", compress_after=0
-            )
-            if number:
-                distributed.load(folder / str(len(parts)))
-            for _ in range(epochs):
-                for images, labels in batches(1):
-                    optimizer.zero_grad()
-                    cross_entropy(model, images, labels).backward()
-                    optimizer.step()
-                distributed.save(folder / str(len(parts)))
-            results.append(weights_of(model))
-    assert distance(results[0], results[2]) == 0
-    assert distance(results[1], results[2]) > 0
-
-
 @pytest.mark.parametrize("sync", ["diloco:4", "post-local:4@1", "elastic:2"])
 def test_other_methods_are_refused(sync: str) -> None:
     with pytest.raises(UsageError, match="use 'exact' or 'local:H'"):
         distributed.prepare(*_made(), sync=sync)
+
+
+def test_compression_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"compress='bf16' needs the sums of every step, .* use"):
+        distributed.prepare(*_made(), sync="local:4", compress="bf16")
 
 
 def _made() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -14,8 +14,6 @@ from hvdtrain.options.syncoptions import Library
 from hvdtrain.options.syncrequest import (
     NO_COMPRESSION,
     NO_SYNC,
-    Auto,
-    CompressRequest,
     DiLoCo,
     Elastic,
     Exact,
@@ -24,15 +22,10 @@ from hvdtrain.options.syncrequest import (
 )
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync.averaging import (
-    CompressedLocalMeetings,
-    LocalMeetings,
-    PostLocalMeetings,
-)
-from hvdtrain.sync.changes import LeftOver, compressed
+from hvdtrain.sync.averaging import LocalMeetings, PostLocalMeetings
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
-from hvdtrain.sync.diloco import DiLoCoMeetings, Outer
+from hvdtrain.sync.diloco import DiLoCoMeetings
 from hvdtrain.sync.elastic import ElasticMeetings
 from hvdtrain.sync.engine import (
     check_algorithm,
@@ -95,9 +88,7 @@ def open_groups(
             continue
         if len(stage.ranks) > 1:
             groups[number] = partial(_operations, library, stage.ranks, world, number)
-        elif config.compress_request != NO_COMPRESSION and isinstance(
-            config.sync_request, Exact | Auto
-        ):
+        elif config.compress_request != NO_COMPRESSION:
             groups[number] = lambda purpose: Alone()
     return groups
 
@@ -134,21 +125,18 @@ def stage_gradients(
         case DiLoCo() | Elastic() | Local(exact_epochs=0):
             return LocalGradients(parameters, trained)
         case Local():
-            # What compressed gradients leave out would be lost when they become local.
-            exact = _summed(config, model, group("gradients"), NO_COMPRESSION)
+            exact = _summed(config, model, group("gradients"))
             return SwitchedGradients(exact, LocalGradients(parameters, trained))
-    return _summed(config, model, group("gradients"), config.compress_request)
+    return _summed(config, model, group("gradients"))
 
 
-def _summed(
-    config: TrainConfig, model: StageModel, collectives: Collectives, compression: CompressRequest
-) -> Gradients:
+def _summed(config: TrainConfig, model: StageModel, collectives: Collectives) -> Gradients:
     """Return gradients that replicas sum in every step."""
     parameters, statistics = model.parameters(), model.statistics()
     states = States(model.states, model.put)
     if config.shard_optimizer and parameters:
         return ShardedGradients(parameters, statistics, states, collectives)
-    sums = make_sums(compression, config.compress_after, collectives)
+    sums = make_sums(config.compress_request, config.compress_after, collectives)
     return ReplicatedGradients(parameters, statistics, states, collectives, sums)
 
 
@@ -156,30 +144,17 @@ def stage_meetings(
     config: TrainConfig, part: Part, group: Group | None, trained: Trained
 ) -> Meetings:
     """Return the meetings of a stage's replicas; arguments as of `stage_gradients`."""
-    request, compression = config.sync_request, config.compress_request
-    if isinstance(request, Exact | Auto | Server):
+    request = config.sync_request
+    if group is None or isinstance(request, Exact | Server):
         return NoMeetings()
-    if group is None:
-        sign = -1.0 if isinstance(request, DiLoCo) else 1.0
-        is_compressed = compression != NO_COMPRESSION
-        return LeftOver(part.model.parameters(), sign) if is_compressed else NoMeetings()
     replica, operations = _replica(config, part.model, part.optimizer), group("meetings")
     common = replica, operations, trained, request.period
-    changes = None
-    if compression != NO_COMPRESSION:
-        changes = compressed(compression, config.compress_after, trained)
     match request:
         case DiLoCo():
-            outer = Outer(config.outer_lr, config.outer_momentum, config.fragments, config.overlap)
-            return DiLoCoMeetings(*common, outer, changes)
+            return DiLoCoMeetings(*common, config.outer_lr, config.outer_momentum)
         case Elastic():
             return ElasticMeetings(*common, config.elastic_rate)
-    averages = config.average_optimizer
-    local = (
-        LocalMeetings(*common, averages)
-        if changes is None
-        else CompressedLocalMeetings(*common, averages, changes)
-    )
+    local = LocalMeetings(*common, config.average_optimizer)
     if isinstance(part.gradients, SwitchedGradients):
         return PostLocalMeetings(local, part.gradients, request.exact_epochs)
     return local

@@ -24,7 +24,6 @@ from hvdtrain.backends.pytorch.session import (
 from hvdtrain.backends.pytorch.state import TorchState, check_savable
 from hvdtrain.backends.pytorch.whitening import whitened
 from hvdtrain.config import TrainConfig
-from hvdtrain.configfile import with_choice
 from hvdtrain.data import order
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
@@ -46,7 +45,6 @@ from hvdtrain.models.component import Component, parameter_count, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.models.shapes import Boundary
 from hvdtrain.options.planrequest import ADAPTIVE, AUTO
-from hvdtrain.options.syncrequest import AUTO_SYNC
 from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
@@ -104,14 +102,14 @@ def open_session(
     mark("data")
     plan = _agreed_plan(config, components, index, len(train_rows), world)
     images = _images(config, normal, world)
-    is_chosen, chosen = plan is None, None
-    if plan is None or config.sync_request == AUTO_SYNC:
-        chosen = _choose(config, components, index, images, len(train_rows), world, plan)
-        config, plan = with_choice(config, chosen.compress), chosen.plan
+    chosen = None
+    if plan is None:
+        chosen = _choose(config, components, index, images, len(train_rows), world)
+        plan = chosen.plan
     mark("plan")
     splits = _opened(config, plan, index, images, normal[0], world)
     trial = Trial(config, components, index, splits, train_rows, normal, images, world)
-    if chosen is not None and is_chosen:
+    if chosen is not None:
         chosen = _without_wrong_halves(trial, chosen, checks)
         plan = chosen.plan
     mark("data")
@@ -198,7 +196,6 @@ def _built(
         remarks=remarks_of(trial, plan, chosen, verified),
         predicted_seconds=_predicted_seconds(chosen, device.dilation),
         predicted_bytes=chosen.predicted_bytes if chosen else None,
-        agreement=chosen.predictions if chosen else None,
         migration=TorchMigration(
             question=chosen.question if chosen else None,
             building_seconds=time.perf_counter() - started,
@@ -220,12 +217,8 @@ def _choose(
     images: Images,
     epoch_length: int,
     world: World,
-    plan: Plan | None,
 ) -> "Choice":
-    """Measure, and return the plan and the way to agree with the best prediction. Collective.
-
-    Args:
-        plan: of the run; None: choose it.
+    """Measure, and return the plan with the best prediction. Collective.
 
     Raises:
         UsageError: if no plan fits, or --plan adaptive is not possible.
@@ -237,8 +230,8 @@ def _choose(
         allow_new_groups()
     size, classes = index.image_shape[0], index.classes
     subject = subject_of(config, components, size, classes, images)
-    chosen = choose.choose_plan(subject, world, plan)
-    if world.rank == 0 and plan is None:
+    chosen = choose.choose_plan(subject, world)
+    if world.rank == 0:
         boundaries = check_components(components, config, index)
         check_batches(config, chosen.plan, components, boundaries, epoch_length)
     return chosen

@@ -37,20 +37,11 @@ def test_ways_to_agree_are_combined_and_one_rank_is_the_base_of_all(tmp_path: Pa
     ways = [(run.ranks, run.sync, run.outer_lr, run.compress, run.compress_after) for run in runs]
     assert sorted(ways) == [
         (1, "exact", 0.7, "none", 100),
-        (2, "diloco:8", 0.5, "bf16", 0),
         (2, "diloco:8", 0.5, "none", 100),
         (2, "exact", 0.7, "bf16", 0),
         (2, "exact", 0.7, "none", 100),
-        (2, "local:8", 0.7, "bf16", 0),
         (2, "local:8", 0.7, "none", 100),
     ]
-
-
-def test_options_of_a_prediction_belong_to_its_runs(tmp_path: Path) -> None:
-    text = "ranks: 2\nsync: [exact, auto]\nallow_approximate: true\ncompress_after: 20\n"
-    runs = [run for cell in _load(tmp_path, text).cells for run in cell.runs]
-    ways = sorted((run.sync, run.allow_approximate, run.compress_after) for run in runs)
-    assert ways == [("auto", True, 20), ("exact", False, 100)]
 
 
 def test_the_order_is_not_that_of_the_file_and_always_the_same(tmp_path: Path) -> None:

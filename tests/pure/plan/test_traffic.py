@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.options.syncrequest import parse_compress_request, parse_sync_request
+from hvdtrain.options.syncrequest import parse_compress_request
 from hvdtrain.plan.traffic import (
     Gradient,
     Kind,
@@ -11,7 +11,6 @@ from hvdtrain.plan.traffic import (
     Traffic,
     as_matrix,
     bucket_traffic,
-    fragment_numbers,
     meeting_operations,
 )
 
@@ -76,27 +75,17 @@ def test_statistics_alone_travel_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "fragments", "state", "operations"),
+    ("counters", "state", "operations"),
     [
-        ("local:4", 1, 0, [4 * (72 + 6 + 2), 8 * 3]),
-        ("local:4", 1, 147, [4 * (72 + 6 + 147 + 2), 8 * 3]),
-        ("elastic:4", 1, 0, [4 * (72 + 6 + 2), 8 * 3]),
-        ("diloco:4", 2, 0, [4 * (60 + 2), 4 * (12 + 6 + 2), 8 * 3]),
-        ("diloco:4", 9, 0, [4 * (60 + 2), 4 * (7 + 2), 4 * (5 + 6 + 2), 8 * 3]),
+        (3, 0, [4 * (72 + 6 + 2), 8 * 3]),
+        (3, 147, [4 * (72 + 6 + 147 + 2), 8 * 3]),
+        (0, 0, [4 * (72 + 6 + 2)]),
     ],
 )
-def test_a_meeting(method: str, fragments: int, state: int, operations: list[int]) -> None:
-    sizes = Sizes(BUCKET, averages=6, counters=3)
-    met = meeting_operations(
-        parse_sync_request(method), sizes, 2, fragments=fragments, state=state
-    )
+def test_a_meeting(counters: int, state: int, operations: list[int]) -> None:
+    sizes = Sizes(BUCKET, averages=6, counters=counters)
+    met = meeting_operations(sizes, 2, state)
     assert met == tuple(Operation(SUM, size) for size in operations)
-
-
-def test_fragments_have_about_as_many_bytes() -> None:
-    assert fragment_numbers([1] * 8, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert fragment_numbers([], 4) == []
-    assert fragment_numbers([0, 0], 2) == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Predicted steps of each way to agree, and what `--sync auto` chooses from them."""
+"""Predicted bytes and steps of each way to agree."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.options.syncrequest import CHOICES, NO_SYNC, parse_sync_request
+from hvdtrain.options.syncrequest import parse_sync_request
 from hvdtrain.plan.plan import Plan, pipeline, replicated
 from hvdtrain.plan.traffic import Gradient, Sizes
 from hvdtrain.planner.agreement import (
@@ -17,17 +17,8 @@ from hvdtrain.planner.agreement import (
     rank_bytes,
     typical_coding,
 )
-from hvdtrain.planner.approximate import (
-    WORTH,
-    Settled,
-    choose,
-    prospect,
-    settle,
-    with_plans_of_all,
-)
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.cost import Known, Question
-from hvdtrain.planner.divide import Tables
 from hvdtrain.planner.solve import solve
 from tests.pure.planner.machines import component, known, network
 
@@ -90,22 +81,6 @@ def test_compressing_and_decompressing_take_their_time() -> None:
     assert seconds(coded, Agreement()) == seconds(free, Agreement())
 
 
-@pytest.mark.parametrize("sync", ["local:4", "diloco:4"])
-def test_a_step_gets_its_share_of_the_compression_of_a_meeting(sync: str) -> None:
-    """The same in the tables from which plans are chosen."""
-    free, coded = question(components=2), question(NONE_FREE, components=2)
-    agreement = Agreement(parse_sync_request(sync), compress="bf16")
-    more = seconds(coded, agreement) - seconds(free, agreement)
-    assert more == pytest.approx(2 * 0.75 / 4)
-    reduced = [
-        Tables(replace(one, known=replace(one.known, agreement=agreement)), 1)
-        .times_of(0, 2)
-        .pace[0, 2]
-        for one in (free, coded)
-    ]
-    assert reduced[1] - reduced[0] == pytest.approx(2 * 0.75 / 4)
-
-
 def test_the_slowest_rank_compresses_last() -> None:
     requested = question(NONE_FREE)
     slower = replace(requested.known, profile=requested.known.profile.scaled([1, 3]))
@@ -149,7 +124,6 @@ def test_later_buckets_hide_nothing_of_the_second_operations(
     [
         ({}, Agreement()),
         ({"compress": "bf16"}, Agreement(compress="bf16")),
-        ({"sync": "auto"}, Agreement(NO_SYNC)),
         ({"sync": "local:4"}, Agreement(parse_sync_request("local:4"))),
         (
             {"sync": "local:4", "average_optimizer": True},
@@ -159,96 +133,12 @@ def test_later_buckets_hide_nothing_of_the_second_operations(
             {"sync": "local:4", "average_optimizer": True, "optimizer": "sgd", "momentum": 0.0},
             Agreement(parse_sync_request("local:4")),
         ),
-        (
-            {"sync": "diloco:4", "fragments": 2},
-            Agreement(parse_sync_request("diloco:4"), fragments=2),
-        ),
+        ({"sync": "diloco:4"}, Agreement(parse_sync_request("diloco:4"))),
     ],
 )
 def test_options_become_an_agreement(options: dict[str, object], agreement: Agreement) -> None:
     config = TrainConfig(model="cnn", data="d", **options)  # type: ignore[arg-type]
     assert agreement_of(config) == agreement
-
-
-def chosen(settled: Settled) -> str:
-    return settled.chosen.method
-
-
-def test_a_slow_link_makes_compression_win_if_it_may() -> None:
-    requested = question(NONE_FREE)
-    assert chosen(settle(requested, False, dp(requested))) == "none"
-    assert chosen(settle(requested, True, dp(requested))) == "powersgd:2"
-
-
-def test_a_method_and_its_plan_are_chosen_together() -> None:
-    """The best exact plan is a pipeline, the best one of all has replicas."""
-    requested = question(components=2)
-    stages = {}
-    for may in (False, True):
-        settled = settle(requested, may)
-        stages[chosen(settled)] = len(settled.chosen.candidate.plan.stages)
-    assert stages == {"none": 2, "powersgd:2": 1}
-
-
-def test_a_fast_link_makes_exact_sums_win() -> None:
-    requested = question(NONE_FREE, per_byte=PER_BYTE / 100)
-    settled = settle(requested, True, dp(requested))
-    assert chosen(settled) == "none"
-    assert settled.reason.startswith("--sync auto: exact, which no approximation beats by 5%; ")
-
-
-def test_a_plan_that_was_missed_for_exact_sums_makes_no_other_method_win() -> None:
-    """Once, bf16 won by a pipeline, which sends nothing: the search had not found it for exact."""
-    requested = question(components=2)
-    names = list(requested.known.profile.names)
-    plan = pipeline(names, [1, 1], 2, 2, 1, 4, "1f1b")
-    missed = [prospect(requested, method, dp(requested)) for method in CHOICES]
-    found = prospect(requested, "bf16", plan)
-    assert found.candidate.seconds < WORTH * missed[0].candidate.seconds
-    settled = choose(with_plans_of_all([missed[0], found]), True)
-    assert chosen(settled) == "none"
-    assert settled.chosen.candidate.plan == plan
-    assert settled.chosen.sent_bytes == 0
-    assert chosen(choose([missed[0], found], True)) == "bf16"  # the control
-
-
-def test_what_compression_costs_decides() -> None:
-    """The control: without its cost the same link would choose compression."""
-    dear = dict.fromkeys(NONE_FREE, Coding(3.0, 3.0))
-    assert chosen(settle(question(dear), True, dp(question()))) == "none"
-    assert chosen(settle(question(ALL_FREE), True, dp(question()))) != "none"
-
-
-def test_the_more_exact_of_two_equal_methods_is_chosen() -> None:
-    cheap_half = {**NONE_FREE, "bf16": FREE, "fp16": FREE, "powersgd:2": Coding(1.8, 0.0)}
-    requested = question(cheap_half)
-    settled = settle(requested, True, dp(requested))
-    times = [one.candidate.seconds for one in settled.prospects]
-    assert times[1] == times[2] and times[3] > WORTH * times[1]
-    assert chosen(settled) == "bf16"
-
-
-def test_the_reason_is_one_line_with_all_predictions() -> None:
-    requested = question(NONE_FREE)
-    forbidden, allowed = (settle(requested, may, dp(requested)).reason for may in (False, True))
-    listed = (
-        "per step and rank: exact 16000.0 ms and 40 kB; bf16 14750.0 ms and 20 kB; "
-        "fp16 14750.0 ms and 20 kB; powersgd:2 13660.0 ms and 1.6 kB"
-    )
-    assert forbidden == (
-        f"--sync auto: exact, without --allow-approximate; powersgd:2 is 1.17x faster; {listed}"
-    )
-    assert allowed == f"--sync auto: --compress powersgd:2, 1.17x faster than exact; {listed}"
-
-
-def test_a_log_has_all_predictions() -> None:
-    requested = question(NONE_FREE)
-    record = settle(requested, True, dp(requested)).as_json()
-    assert record["chosen"] == "powersgd:2"
-    predictions = record["predictions"]
-    assert isinstance(predictions, dict)
-    assert list(predictions) == list(CHOICES)
-    assert predictions["none"] == {"seconds": 16.0, "sent_bytes": 40_000.0}
 
 
 def test_a_plan_is_chosen_for_what_travels() -> None:

@@ -87,7 +87,7 @@ def halves_are_chosen(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
     """Make `--plan auto` choose a split backward without measuring; return its choices."""
     made: list[Choice] = []
 
-    def choose_split(subject: Subject, world: World, plan: Plan | None) -> Choice:
+    def choose_split(subject: Subject, world: World) -> Choice:
         names = subject.names
         stages = tuple(Stage((name,), (0,), (1,)) for name in names)
         costs = known(subject.costs, [1.0] * len(names), [1.0], network(1))

@@ -15,7 +15,7 @@ from tests.single.training.jobs import begin, saves, summary_of
 
 METHODS = {
     "local": ("--sync", "local:3"),
-    "diloco": ("--sync", "diloco:4", "--fragments", 2, "--overlap", 1),
+    "diloco": ("--sync", "diloco:4"),
     "elastic": ("--sync", "elastic:3"),
 }
 
@@ -52,9 +52,9 @@ def test_a_run_that_is_killed_inside_a_period_ends_with_the_same_weights(
     method: str,
 ) -> None:
     run = tmp_path / "run"
-    # After steps 5, 10 and 15 (the fourth of the second epoch) a period of three is under way, or
-    # a part of the model is. The replicas do not wait for each other, so the rank that
-    # dies is the slow one; still, a busy machine may not have written the last checkpoint.
+    # After steps 5, 10 and 15 (the fourth of the second epoch) a period is under way. The replicas
+    # do not wait for each other, so the rank that dies is the slow one; still, a busy machine may
+    # not have written the last checkpoint.
     faults = "slow step=16 seconds=0.3 steps=4 rank=1; kill step=20 rank=1"
     options = ("--checkpoint-every", "5 steps", "--inject", faults)
     done = hvdtrain(*command(method, small_set, run, *options, "--restarts", 1))
