@@ -39,6 +39,8 @@ from hvdtrain.checkpoint.tensorfile import write_tensors
 from hvdtrain.models.component import tensor_shapes
 from hvdtrain.training.saving import Saving
 
+PROVES = "Saving runs beside training and costs less than the noise of the machine."
+
 MEGA = 2**20
 
 

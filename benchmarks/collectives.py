@@ -39,6 +39,11 @@ from hvdtrain.launch import mpirun
 from hvdtrain.study.statistics import Estimate, ratio
 from hvdtrain.study.tables import markdown_table, number
 
+PROVES = (
+    "`benchmarks/collectives.py` measures each all-reduce; its counts, fits, crossovers "
+    "and verdicts are those of curves whose truth is known."
+)
+
 LIBRARIES = ("MPI", "Horovod")
 LEAST_BYTES, LARGEST = 1024, 16 * 2**20
 LEAST, MOST, SECONDS = 5, 40, 1.5  # repeats of all sizes in a job, and the seconds they may take

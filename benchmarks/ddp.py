@@ -23,6 +23,10 @@ from pathlib import Path
 import common
 from comparison import compare
 
+PROVES = (
+    "The figures compare steps, transfers and Keras with PyTorch, Horovod, mpi4py and plain loops."
+)
+
 WARM_UP = 3  # steps of each job that do not count
 PEERS = {"ddp": "DDP (gloo)", "horovod": "Horovod"}
 

@@ -55,6 +55,11 @@ from hvdtrain.planner.subject import Subject
 from hvdtrain.study import planplots
 from hvdtrain.world import World
 
+PROVES = (
+    "The figures say how good the planner's predictions and choices are, and what "
+    "adaptive plans gain."
+)
+
 RANKS, CLASSES, SIZE = 2, 10, 32
 WARM_UP = 2
 BATCHES = {"cnn": 64, "resnet18": 32, "vit_tiny": 32}

@@ -3,11 +3,13 @@
     python tools/reference_pages.py            (writes the pages)
     python tools/reference_pages.py --check    (exits with 1 if a page is not up to date)
 
-docs/reference/commands.md and options.md are written from the program's own parser, and the tables
+docs/reference/commands.md and options.md are written from the program's own parser, claims.md from
+the marks `proves` of tests and the names PROVES of benchmarks, and the tables
 of figures in README.md and docs/benchmarks.md from docs/figures.yml and docs/compared.yml.
 """
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import os
@@ -61,6 +63,17 @@ source <(hvdtrain --print-completion bash)
 `hvdtrain --print-completion zsh` prints the script for zsh. Not tested: zsh.
 """
 
+ABOUT_CLAIMS = """\
+# What proves what
+
+Find here each claim of README and of this site, and the test or the benchmark that shows it.
+
+<!-- Written by tools/reference_pages.py from the tests: change a mark there, and run it again. -->
+
+| claim | shown by |
+|---|---|
+"""
+
 ABOUT_OPTIONS = """\
 # Options of train
 
@@ -93,6 +106,7 @@ def pages() -> dict[str, str]:
     return {
         "docs/reference/commands.md": commands_page(),
         "docs/reference/options.md": options_page(),
+        "docs/reference/claims.md": claims_page(),
         "docs/benchmarks.md": with_figures(ROOT / "docs" / "benchmarks.md", tables),
         "README.md": with_figures(ROOT / "README.md", tables),
     }
@@ -153,6 +167,28 @@ def eighty_columns() -> Iterator[None]:
     with mock.patch.dict(os.environ, plain):
         os.environ.pop("FORCE_COLOR", None)
         yield
+
+
+def claims_page() -> str:
+    """Return the page of claims, each with the test or benchmark that shows it."""
+    claims = {
+        claim: place
+        for folder in ("tests", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for claim, place in claims_of(path.read_text(), str(path.relative_to(ROOT)))
+    }
+    return ABOUT_CLAIMS + "".join(f"| {text} | `{claims[text]}` |\n" for text in sorted(claims))
+
+
+def claims_of(source: str, path: str) -> Iterator[tuple[str, str]]:
+    """Yield each claim that a file marks, and the name of what shows it."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PROVES":
+            yield ast.literal_eval(node.value), path
+        elif isinstance(node, ast.FunctionDef):
+            for call in node.decorator_list:
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.proves":
+                    yield ast.literal_eval(call.args[0]), f"{path}::{node.name}"
 
 
 def options_page() -> str:

@@ -67,6 +67,9 @@ def counts(runtime: Any, world: World) -> dict[str, int]:
     return dict(everywhere)
 
 
+@pytest.mark.proves(
+    "What modules return by `get_extra_state` is saved, moves with plans and is restored."
+)
 @pytest.mark.parametrize("forgets", [False, True])
 def test_it_moves_between_plans(
     world: World, monkeypatch: pytest.MonkeyPatch, forgets: bool

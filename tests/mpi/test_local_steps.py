@@ -40,6 +40,10 @@ PERIOD_ONE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.proves(
+    "Each way to agree whose setting leaves nothing out equals exact sums, sent and kept "
+    "are the gradient, and a resumed run has the same bits."
+)
 @pytest.mark.parametrize("layout", [unequal, stages])
 @pytest.mark.parametrize(("sync", "options"), PERIOD_ONE)
 def test_meetings_after_every_step_are_the_exact_run(

@@ -171,6 +171,7 @@ def components_with(make: Callable[[], nn.Module]) -> list[Component]:
     return [stem, *odd, Component("head", lambda: nn.Linear(WIDTH, CLASSES))]
 
 
+@pytest.mark.proves("Dropout drops the same values of each sample under every plan.")
 @pytest.mark.parametrize("plans", ["few", pytest.param("all", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_end_in_the_weights_of_the_serial_run(world: World, kind: str, plans: str) -> None:

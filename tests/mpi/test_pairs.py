@@ -17,6 +17,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", pairwise(possible(MPI.COMM_WORLD.size)), ids=str)
 
 
+@pytest.mark.proves(
+    "Gradients of every plan on 1 to 4 ranks equal those of the serial step to 1e-12 in "
+    "fp64 (ResNet-50: 1e-11)."
+)
 def test_a_plan_computes_the_serial_step(world: World, case: Case) -> None:
     parity = parity_of(
         world,

@@ -132,6 +132,11 @@ def in_plain_pytorch(parts: list[Component], dtype: torch.dtype) -> State:
     }
 
 
+@pytest.mark.proves(
+    "Parameters with gaps in memory, complex buffers and weights that a forward replaces "
+    "train under every plan as in plain PyTorch; `plan check` sees what a cast loses, and "
+    "a module that mixes samples in backward."
+)
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("make", [Sliced, Rotary, Bounded, Reordered])
 def test_they_train_as_in_plain_pytorch(

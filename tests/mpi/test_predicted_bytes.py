@@ -87,6 +87,7 @@ def costs_of() -> dict[str, ComponentCost]:
     return {cost.name: cost for cost in costs}
 
 
+@pytest.mark.proves("Predicted bytes are the counted ones, and a plan is chosen for what travels.")
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(map(str, way.values())))
 def test_predicted_bytes_are_the_counted_ones(world: World, way: dict[str, Any]) -> None:
     components, config = components_of("resnet", SIZE), config_of(way)

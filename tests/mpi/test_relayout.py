@@ -33,6 +33,9 @@ def bits(state: dict[str, np.ndarray]) -> dict[str, bytes]:
     return {name: value.tobytes() for name, value in state.items()}
 
 
+@pytest.mark.proves(
+    "All state moves with a change of the plan, and losses stay those of the serial run."
+)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_weights_statistics_and_optimizer_are_those_of_before(
     world: World, optimizer: str

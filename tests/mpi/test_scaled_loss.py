@@ -35,6 +35,11 @@ def config_of(model: str) -> TrainConfig:
     return TrainConfig(model=model, data="", batch_size=BATCH, precision="fp16", seed=3, lr=0.1)
 
 
+@pytest.mark.proves(
+    "In fp16 the gradients equal those of the serial step with the same scale of the "
+    "loss. If a gradient overflows on one rank, no rank updates its weights. The scale "
+    "follows PyTorch's rule, and a resumed run has the same scale."
+)
 def test_gradients_are_those_of_the_serial_step_with_the_same_scale(
     world: World, plan: str
 ) -> None:

@@ -30,6 +30,10 @@ def servers_of(world: World) -> range:
     return range(1, min(world.size, 3))
 
 
+@pytest.mark.proves(
+    "With servers a run is the exact one if they sum each step; otherwise weights never "
+    "miss more steps than the bound, and updates are those of a serial replay."
+)
 @pytest.mark.parametrize("options", OPTIMIZERS)
 @pytest.mark.parametrize("last", [1, 0])
 def test_servers_that_sum_gradients_make_the_exact_run(

@@ -74,6 +74,10 @@ def steps(world: World, loss: Loss, workers: int = 0) -> Iterator[float]:
     assert sampler.epoch == 1
 
 
+@pytest.mark.proves(
+    "Own loops weight a batch by what its loader or sampler gave, and stop if weights or "
+    "learning rates of ranks differ."
+)
 @pytest.mark.parametrize("loss", [time_major, weights_first, another_forward])
 def test_a_sampler_counts_whatever_the_model_is_called_with(world: World, loss: Loss) -> None:
     assert max(steps(world, loss)) <= BOUND

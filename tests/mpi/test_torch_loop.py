@@ -139,6 +139,10 @@ MORE_CASES = {
 }
 
 
+@pytest.mark.proves(
+    "With `hvdtrain.torch` each gradient and weight of a user's loop is the serial one, "
+    "with accumulation, clipping, scaling, tied, frozen and unused layers."
+)
 @pytest.mark.parametrize(
     "name", [*CASES, *(pytest.param(name, marks=pytest.mark.proof) for name in MORE_CASES)]
 )

@@ -182,6 +182,9 @@ ON_SEVERAL: dict[Callable[..., None], str] = {
 }
 
 
+@pytest.mark.proves(
+    "`hvdtrain.torch` stops a job that would be silently wrong or hang, with one line."
+)
 def test_a_mistake_is_one_line(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mistake is made on ranks that made none before; the message says what to do."""
     if world.size > 2:
@@ -281,6 +284,10 @@ def test_a_model_may_be_prepared_again_after_a_change(world: World) -> None:
     assert model[1].weight.grad is None
 
 
+@pytest.mark.proves(
+    "`hvdtrain.torch` gives each rank its share of each batch, evaluates each sample "
+    "once, and stops, saves and resumes on another number of ranks."
+)
 def test_ranks_share_each_batch_in_the_order_of_training(world: World, folder: Path) -> None:
     """Two epochs, one left early: each sample enters a gradient once per epoch."""
     index = read_index(str(folder))

@@ -89,6 +89,7 @@ def assert_close(actual: dict[str, Any], reference: dict[str, Any], bound: float
         assert np.abs(actual[name] - value).max() / largest <= bound, name
 
 
+@pytest.mark.proves("A run under any plan ends where the serial run ends.")
 @pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.proof)])
 def test_many_steps_of_a_transformer_end_in_the_weights_of_the_serial_run(
     world: World, steps: int

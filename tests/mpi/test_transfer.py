@@ -74,6 +74,7 @@ def kinds(seed: int) -> list[Any]:
     ]
 
 
+@pytest.mark.proves("Tensors of any size pass between ranks in pieces.")
 def test_every_kind_of_tensor_arrives_as_it_was(limited: World) -> None:
     sent, last = kinds(limited.rank), limited.size - 1
     gathered = limited.gather_on_first(sent)

@@ -27,6 +27,10 @@ def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.proves(
+    "`hvdtrain.keras` gives each rank its share of each batch, and shares weights, "
+    "metrics and statistics between ranks."
+)
 def test_ranks_share_each_batch_of_the_order_that_training_has(world: World, folder: Path) -> None:
     """Sample weights make the mean of the ranks' means the mean of an uneven batch."""
     index = read_index(str(folder))

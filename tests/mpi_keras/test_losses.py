@@ -48,6 +48,10 @@ def fit(loss: Any, world: World | None, is_weighted: bool = False, mask: bool = 
     return model
 
 
+@pytest.mark.proves(
+    "Keras programs with losses that are not means over samples are refused, rank 0 alone "
+    "writes files, and ranks stop together."
+)
 @pytest.mark.several_ranks
 def test_what_is_not_a_mean_over_samples_is_refused(world: World) -> None:
     squares = keras.losses.MeanSquaredError

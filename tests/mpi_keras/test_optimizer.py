@@ -57,6 +57,10 @@ def distance(one: keras.Model, other: keras.Model) -> float:
     )
 
 
+@pytest.mark.proves(
+    "With `hvdtrain.keras` steps of a Keras program equal the serial ones, and its "
+    "optimizer keeps class and settings."
+)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -148,6 +152,7 @@ def test_statistics_of_batch_norm_become_those_of_all_ranks(world: World) -> Non
     check_same(model.variables)
 
 
+@pytest.mark.proves("`hvdtrain.keras` ends a job that would be silently wrong or hang.")
 def test_an_optimizer_that_averages_nothing_is_found_out(world: World) -> None:
     """The callback detects it before the first step; without it the comparison of weights does."""
     images, labels = batch(200 + world.rank)

@@ -48,6 +48,10 @@ def test_a_rate_is_better_if_it_is_higher_and_a_time_if_it_is_lower() -> None:
     assert time.faster("theirs").low < time.faster("theirs").value < time.faster("theirs").high
 
 
+@pytest.mark.proves(
+    "Benchmarks take turns, measure disturbed rounds again, and give no ratio that says "
+    "too little."
+)
 def test_ratios_are_those_of_a_round() -> None:
     """The machine is three times slower in one round, for both sides."""
     result = comparison.compare("times", "s", sides([1, 3, 1.0, 1.01], [2, 6, 2.0, 2.0]), 4)

@@ -44,6 +44,10 @@ def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any], message
         make(**values).check()
 
 
+@pytest.mark.proves(
+    "The learning rate is used as given; optimizers, schedules, label smoothing and "
+    "augmentation are those that the options name."
+)
 def test_the_learning_rate_is_used_as_given_and_scaled_only_if_asked() -> None:
     assert make(lr=0.1, batch_size=512).learning_rate() == 0.1
     assert make(lr=0.1, batch_size=512, lr_base_batch=256).learning_rate() == 0.2

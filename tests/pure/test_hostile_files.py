@@ -110,6 +110,10 @@ def test_a_file_of_a_study_is_one_or_one_line(
     assert loaded is None or 0 < len(loaded.cells) <= sweep.MOST_RUNS
 
 
+@pytest.mark.proves(
+    "A file of a user, whatever it holds, is understood or refused in one line, in "
+    "bounded memory and time."
+)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -262,6 +266,10 @@ def check_other_runs(runs: Path) -> None:
     hostile.understood(lambda: store.best(runs / "bad" / "checkpoints"), DataError)
 
 
+@pytest.mark.proves(
+    "A damaged or strange record of a run is a row of `report` and `jobs status`; names "
+    "are text in reports."
+)
 @settings(max_examples=50)
 @given(st.data())
 def test_a_bad_record_of_a_run_is_a_row_that_says_so(runs: Path, draw: st.DataObject) -> None:

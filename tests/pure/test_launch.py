@@ -67,6 +67,7 @@ def stopped(*numbers: signal.Signals, ended: str = "") -> RanksStop:
     return stop
 
 
+@pytest.mark.proves("Exit codes mean what the table says.")
 @pytest.mark.parametrize(
     ("code", "banners", "stop", "expected"),
     [

@@ -42,6 +42,9 @@ def png_size(path: Path) -> tuple[int, ...]:
     return struct.unpack(">II", content[16:24])
 
 
+@pytest.mark.proves(
+    "The demo compares one rank with several, on CIFAR-10 or else on a synthetic set."
+)
 def test_the_demo_trains_with_one_rank_and_several_and_shows_both(tmp_path: Path) -> None:
     earlier = tmp_path / "ranks-1" / "config.yaml"
     earlier.parent.mkdir()
@@ -64,6 +67,7 @@ def test_the_demo_trains_with_one_rank_and_several_and_shows_both(tmp_path: Path
     assert 10_000 < (tmp_path / "curves.png").stat().st_size < 500_000
 
 
+@pytest.mark.proves("One rank trains without Horovod and MPI.")
 def test_without_horovod_it_says_so_and_shows_one_rank(tmp_path: Path) -> None:
     without = f"import sys; sys.modules['horovod'] = None; {DEMO}"
     done = run_demo(*SMALL, "--to", str(tmp_path / "demo"), code=without)

@@ -26,6 +26,10 @@ WAITS = [
 ]
 
 
+@pytest.mark.proves(
+    "One module handles the device; where its copies are late, data, pipeline and hybrid "
+    "parallelism compute the gradients of the serial step, and no wait can be left out."
+)
 def test_no_other_module_compares_the_type_of_a_device() -> None:
     places = {
         f"{path.relative_to(ROOT)}: {line.strip()}"

@@ -44,6 +44,9 @@ def sound() -> tuple[int, dict[str, Any]]:
     return code, json.loads(result.stdout)
 
 
+@pytest.mark.proves(
+    "`doctor` names each fault with its cure, and the launch lines that it prints train."
+)
 def test_this_machine_is_fit(sound: tuple[int, dict[str, Any]]) -> None:
     code, report = sound
     faults = [check for check in report["checks"] if check["state"] == "fault"]
@@ -78,7 +81,7 @@ def test_the_faster_precision_is_measured(sound: tuple[int, dict[str, Any]]) -> 
         assert advice.groups() == ("train", faster), check
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_the_printed_lines_train(sound: tuple[int, dict[str, Any]], tmp_path: Path) -> None:
     lines = sound[1]["launch_lines"]
     assert {"horovodrun", "mpirun", "hvdtrain"} <= lines.keys()
@@ -101,7 +104,7 @@ def test_the_printed_lines_train(sound: tuple[int, dict[str, Any]], tmp_path: Pa
         assert json.loads((run / "summary.json").read_text())["ranks"] == int(ranks)
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_broken_horovod_and_a_foreign_mpirun_are_faults_with_cures(tmp_path: Path) -> None:
     foreign = tmp_path / "bin" / "mpirun"
     foreign.parent.mkdir()

@@ -41,6 +41,7 @@ def linked_mpi(library: Path) -> str:
     return str(Path(line.split("=>")[1].split("(")[0].strip()).resolve())
 
 
+@pytest.mark.proves("Horovod for PyTorch and TensorFlow, mpi4py and mpirun use one MPI library.")
 def test_horovod_has_a_plugin_for_each_framework_and_all_link_one_mpi() -> None:
     frameworks = {plugin.parent.name for plugin in plugins()}
     expected = {"torch", "tensorflow"} if toolchain.tensorflow_version() else {"torch"}

@@ -35,6 +35,7 @@ OWNERS = {
 }
 
 
+@pytest.mark.proves("`import hvdtrain` loads no library, and imports point one way.")
 def test_importing_the_package_takes_no_time_and_loads_nothing_slow() -> None:
     program = (
         "import json, sys, time\n"

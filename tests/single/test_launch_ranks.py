@@ -40,6 +40,7 @@ from tests.single.training.jobs import (
 LONG = ("--model", "cnn", "--batch-size", "10", "--epochs", "100000", "--log-every", "1")
 
 
+@pytest.mark.proves("The same command trains under `--ranks`, `mpirun`, `horovodrun` and `srun`.")
 @pytest.mark.parametrize("start", ["own", "mpirun", "horovodrun"])
 def test_every_launcher_trains_the_same_run(
     hvdtrain: Program, small_set: Path, tmp_path: Path, start: str
@@ -155,6 +156,10 @@ def test_a_suspended_launcher_that_is_killed_takes_its_ranks_with_it(
     assert len(gone) >= 3
 
 
+@pytest.mark.proves(
+    "Two jobs of one user on one machine share no memory, and what killed jobs leave "
+    "there goes with the next job."
+)
 def test_what_ranks_share_is_their_jobs_own_and_gone_after_it() -> None:
     """Open MPI names it by 16 bits of a hash: one in 65,536 pairs of jobs would share it."""
     show = "from hvdtrain import world; import os; world.start()"
@@ -229,6 +234,9 @@ def test_a_plan_file_gives_ranks_unequal_shares(
     assert (ranks.count("0"), ranks.count("1")) == (401, 200)
 
 
+@pytest.mark.proves(
+    "A rank that raises ends the job within seconds, and its traceback is shown once."
+)
 @pytest.mark.parametrize(("start", "faulty"), [("own", "1"), ("own", "0,1"), ("mpirun", "1")])
 def test_a_rank_that_raises_ends_all_with_its_traceback_shown_once(
     hvdtrain: Program, small_set: Path, tmp_path: Path, start: str, faulty: str
@@ -356,6 +364,7 @@ def test_torchrun_is_refused_in_one_line_by_one_process(small_set: Path, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.proves("A launcher that starts worlds of one rank is refused in one line.")
 def test_a_launcher_of_another_mpi_gives_worlds_of_one_and_one_line(
     hvdtrain: Program, small_set: Path
 ) -> None:
@@ -370,7 +379,7 @@ def test_a_launcher_of_another_mpi_gives_worlds_of_one_and_one_line(
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.fixture(params=["warm", pytest.param("cold", marks=pytest.mark.proof)])
+@pytest.fixture(params=["warm", pytest.param("cold", marks=pytest.mark.weekly)])
 def long_run(
     request: pytest.FixtureRequest, small_set: Path, tmp_path: Path
 ) -> Iterator["subprocess.Popen[str]"]:
@@ -388,6 +397,9 @@ def has_steps(run: Path) -> bool:
     return metrics.exists() and '"event": "step"' in metrics.read_text()
 
 
+@pytest.mark.proves(
+    "Ctrl-C and the signals of a scheduler save the state of all ranks at the same step."
+)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_ends_all_ranks_with_their_state_saved(
     long_run: "subprocess.Popen[str]", tmp_path: Path, number: signal.Signals, code: int
@@ -572,7 +584,7 @@ def test_a_users_own_script_that_raises_on_one_rank_ends_on_all(tmp_path: Path) 
     assert done.stderr.count("ValueError: of my own") == 1
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_module_of_the_current_folder_takes_no_other_s_place(
     small_set: Path, tmp_path: Path
 ) -> None:

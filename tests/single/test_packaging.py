@@ -34,6 +34,9 @@ def requirements() -> dict[str, Requirement]:
     return {requirement.name.lower().replace("_", "-"): requirement for requirement in parsed}
 
 
+@pytest.mark.proves(
+    "What is in `packaging/` agrees with the versions, files and commands of the package."
+)
 def test_the_conda_environment_has_the_versions_of_the_package() -> None:
     content = yaml.safe_load((PACKAGING / "environment.yml").read_text())
     assert content["channels"][0] == "conda-forge"

@@ -113,6 +113,11 @@ def pages_with_examples() -> list[str]:
     ]
 
 
+@pytest.mark.proves(
+    "The marked examples of README and the site print what the pages show, every other "
+    "block of code says why it is not run, options are those of the program, links work, "
+    "and the site builds."
+)
 @pytest.mark.parametrize("page", pages_with_examples())
 def test_the_examples_of_a_page_print_what_it_shows(tour: Path, packed: Path, page: str) -> None:
     """One test covers a page, since each example continues where the one before it ended."""

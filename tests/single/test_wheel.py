@@ -39,6 +39,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.proves(
+    "The wheel holds the package alone and can be imported where nothing else is installed."
+)
 def test_it_holds_every_module_and_nothing_but_the_package(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "hvdtrain").rglob("*.py")}

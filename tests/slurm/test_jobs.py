@@ -42,6 +42,9 @@ def _status(cluster: Cluster, run: Path) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.proves(
+    "`jobs` makes a run a job of Slurm, shows its state and its log, and cancels it."
+)
 def test_a_run_becomes_a_job_and_is_recognised(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -169,7 +172,7 @@ def test_what_would_be_submitted_is_shown_as_it_is(
     assert cluster.run("squeue", "--noheader", "--partition=high") == ""
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_preempted_job_goes_back_into_the_queue_by_itself(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -188,7 +191,7 @@ def test_a_preempted_job_goes_back_into_the_queue_by_itself(
     assert_each_sample_once(ledger, 8)
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_job_that_is_killed_is_seen_with_its_last_words(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -229,7 +232,7 @@ def test_a_job_that_slurm_accepted_while_sbatch_timed_out_is_recorded(
     cluster.run("hvdtrain", "jobs", "cancel", runs)
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_chain_goes_on_where_requeue_is_forbidden(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -250,7 +253,7 @@ def test_a_chain_goes_on_where_requeue_is_forbidden(
     assert summary_of(run)["steps"] == 200
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_chain_that_never_saves_ends_with_the_reason(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -325,6 +328,9 @@ def test_what_does_not_fit_the_cluster_is_refused_in_one_line(
         assert reason in done.stderr
 
 
+@pytest.mark.proves(
+    "A Slurm of four nodes starts on one machine, and `doctor --job` examines the ranks of a job."
+)
 def test_doctor_looks_at_a_job_from_inside(cluster: Cluster) -> None:
     start = ("srun", "--nodes=2", "--ntasks-per-node=2", "--mpi=pmix")
     report = cluster.run(*start, "hvdtrain", "doctor", "--job")
@@ -336,7 +342,7 @@ def test_doctor_looks_at_a_job_from_inside(cluster: Cluster) -> None:
     assert (alone.returncode, len(alone.stderr.splitlines())) == (2, 1)
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_the_same_job_runs_without_a_cluster(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:

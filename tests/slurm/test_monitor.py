@@ -17,7 +17,7 @@ from tests.slurm.cluster import Cluster, wait_for
 
 MONITOR = "hvdtrain.health.monitor"
 LIMIT = 10  # seconds; five times that during the start, which is a cold one
-pytestmark = pytest.mark.proof
+pytestmark = pytest.mark.weekly
 
 
 @contextmanager

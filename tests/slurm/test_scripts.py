@@ -27,19 +27,22 @@ def _output(tmp_path: Path) -> str:
     return f"--output={tmp_path}/%j.log"
 
 
+@pytest.mark.proves(
+    "A job trains on one node and on several, also as a pipeline and from staged data."
+)
 @pytest.mark.parametrize(
     ("script", "request_", "plan", "ranks"),
     [
         pytest.param(
             *("train.sbatch", ("--ntasks-per-node=2", "--cpus-per-task=1"), "dp", 2),
             id="one node",
-            marks=pytest.mark.proof,
+            marks=pytest.mark.weekly,
         ),
         pytest.param("nodes.sbatch", (), "dp", 4, id="two nodes"),
         pytest.param(
             *("nodes.sbatch", ("--ntasks-per-node=1", "--cpus-per-task=1"), "mp", 2),
             id="a pipeline across nodes",
-            marks=pytest.mark.proof,
+            marks=pytest.mark.weekly,
         ),
         pytest.param("gpus.sbatch", (), "hp:2x1", 2, id="GPUs"),
     ],
@@ -122,7 +125,10 @@ def test_an_element_of_an_array_is_requeued_alone(
     cluster.run("scancel", number)
 
 
-@pytest.mark.proof
+@pytest.mark.proves(
+    "A job that is preempted, runs out of time or loses a node saves, is requeued and resumes."
+)
+@pytest.mark.weekly
 def test_a_preempted_job_saves_and_finishes_later(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -137,7 +143,7 @@ def test_a_preempted_job_saves_and_finishes_later(
     _assert_finishes(cluster, number, run, epochs=8)
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_job_whose_time_is_up_saves_and_goes_on(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -166,7 +172,7 @@ def _assert_finishes(cluster: Cluster, number: str, run: Path, epochs: int = 20)
     assert_each_sample_once(run.with_suffix(".csv"), epochs)
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_the_job_of_a_node_that_dies_goes_on_elsewhere(
     own_cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -183,7 +189,7 @@ def test_the_job_of_a_node_that_dies_goes_on_elsewhere(
     _assert_finishes(own_cluster, number, run)
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_rank_that_is_killed_fails_the_job(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -197,7 +203,7 @@ def test_a_rank_that_is_killed_fails_the_job(
     assert "Killed" in (tmp_path / f"{number}.log").read_text()
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_job_that_is_cancelled_leaves_no_process(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:

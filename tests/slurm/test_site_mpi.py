@@ -19,7 +19,7 @@ PATH = os.pathsep.join(
     for folder in os.environ["PATH"].split(os.pathsep)
     if Path(folder) != Path(sys.executable).parent
 )
-pytestmark = pytest.mark.proof
+pytestmark = pytest.mark.weekly
 TRAIN = ("train", "--model", "cnn", "--epochs", 1, "--batch-size", 50)
 
 
@@ -52,6 +52,10 @@ def environment(programs: Path) -> dict[str, str]:
     return program_environment() | {"PATH": f"{programs}{os.pathsep}{PATH}"}
 
 
+@pytest.mark.proves(
+    "`make setup MPI=system` builds for the site's MPI, and training gives the same bits "
+    "as with ours."
+)
 def test_ranks_of_this_machine_train_as_with_our_own_mpi(
     hvdtrain: Program, programs: Path, small_set: Path, tmp_path: Path
 ) -> None:

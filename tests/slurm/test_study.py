@@ -12,6 +12,7 @@ from tests.slurm.cluster import Cluster, wait_for
 SIZES = (1, 2, 4)
 
 
+@pytest.mark.proves("A study becomes jobs of all its sizes and repeats, and ends in a report.")
 def test_a_sweep_of_three_sizes_and_two_repeats_ends_in_a_report(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -61,7 +62,7 @@ def test_a_sweep_of_three_sizes_and_two_repeats_ends_in_a_report(
     assert all(f"]({name})" in text for name in pictures)
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_only_what_failed_is_made_again(cluster: Cluster, small_set: Path, tmp_path: Path) -> None:
     study, runs = tmp_path / "study.yaml", tmp_path / "runs"
     study.write_text(

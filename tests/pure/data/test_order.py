@@ -26,6 +26,7 @@ def an_order(
     return [int(row) for row in order.epoch_order(rows, HASH, seed, epoch, chunk, window)]
 
 
+@pytest.mark.proves("Each epoch uses each sample once, also where batches and shares are uneven.")
 @given(counts, seeds, st.integers(0, 50), st.integers(1, 40), st.integers(1, 400))
 def test_an_epoch_holds_each_row_exactly_once(
     count: int, seed: int, epoch: int, chunk: int, window: int
@@ -71,6 +72,7 @@ def test_a_window_that_holds_all_shuffles_fully() -> None:
     assert (blocks[1:] == blocks[:-1]).mean() > 0.2
 
 
+@pytest.mark.proves("The order of samples depends on the data set, the seed and the epoch alone.")
 def test_the_order_changes_with_seed_epoch_and_data_set() -> None:
     rows = np.arange(100, dtype=np.int64)
     orders = [
@@ -234,6 +236,10 @@ def test_micro_batches_are_contiguous_slices_whatever_the_shares(
     assert [row for part in whole for row in range(*part)] == list(range(start, start + count))
 
 
+@pytest.mark.proves(
+    "A resumed run uses exactly the samples that were left, and on as many ranks as "
+    "before ends in the same bits."
+)
 @given(st.integers(1, 200), st.integers(1, 50), st.integers(0, 1000))
 def test_resuming_anywhere_gives_the_rest(length: int, batch_size: int, position: int) -> None:
     epoch, offset = order.locate(position, length)

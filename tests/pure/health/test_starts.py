@@ -14,6 +14,9 @@ def slurm(job: int, requeued: int, submission: str = "") -> dict[str, str]:
     return variables | ({SUBMISSION: submission} if submission else {})
 
 
+@pytest.mark.proves(
+    "A run that Slurm starts three times in a row without a new checkpoint ends with the reason."
+)
 def test_a_job_that_never_saves_is_not_requeued_for_ever(tmp_path: Path) -> None:
     for number in range(MOST_FRUITLESS_STARTS):
         starts.count(tmp_path, slurm(7, number))

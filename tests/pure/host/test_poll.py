@@ -39,6 +39,7 @@ def test_a_short_wait_does_not_sleep() -> None:
     assert waited(0.9 * SPIN_SECONDS).sleeps == []
 
 
+@pytest.mark.proves("Ranks that wait sleep and leave their cores to others.")
 @pytest.mark.parametrize("seconds", [0.0012, 0.003, 0.05, 2.0])
 def test_a_long_wait_sleeps_and_ends_soon_after(seconds: float) -> None:
     wait = waited(seconds)

@@ -5,6 +5,10 @@ import pytest
 from hvdtrain.options.decay import is_exempt, parse
 
 
+@pytest.mark.proves(
+    "`--no-decay` keeps weight decay from norms, biases, and position embeddings, in both "
+    "frameworks; an older run resumes with its own rule."
+)
 @pytest.mark.parametrize(
     ("name", "layer", "dimensions", "kinds"),
     [

@@ -8,6 +8,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.options.injection import KINDS, Fault, parse
 
 
+@pytest.mark.proves("`--inject` injects each fault of its table, and refuses what cannot happen.")
 def test_faults_are_read_one_by_one() -> None:
     assert parse("kill step=20 rank=1; slow step=5 seconds=0.25 steps=3", ranks=2) == (
         Fault("kill", 20, 1),

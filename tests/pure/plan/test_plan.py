@@ -92,6 +92,10 @@ def staged(*stages: tuple[list[str], list[int]], **settings: Any) -> Plan:
     return Plan(tuple(made), **settings)
 
 
+@pytest.mark.proves(
+    "`--plan` takes short forms, cut at the best balance, and files with unequal shares "
+    "and several stages per rank."
+)
 def test_short_forms_cut_where_the_most_costly_stage_costs_least() -> None:
     assert planfile.parse("mp", PARTS, 2, None, None, lambda: [5.0, 1.0, 1.0]) == staged(
         (["stem"], [0]), (["body", "head"], [1]), microbatches=8

@@ -28,6 +28,7 @@ def run(plan: Plan, costs: Costs | None = None, batch_size: int = 48) -> Timelin
     return simulate(schedule.training_step(plan, made), plan, made, costs or unit_costs())
 
 
+@pytest.mark.proves("Schedules have the bubbles and hold the activations that their table says.")
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
 def test_the_bubble_of_gpipe_and_1f1b_is_that_of_the_formula(
     ranks: int, microbatches: int

@@ -103,6 +103,9 @@ def test_after_a_change_the_base_is_new() -> None:
     assert watch.base[-1] == pytest.approx(2.1)
 
 
+@pytest.mark.proves(
+    "A plan changes only where that saves twice its cost, by a profile that follows the steps."
+)
 @pytest.mark.parametrize(
     ("current", "other", "left", "cost", "change", "reason"),
     [

@@ -24,6 +24,10 @@ def question(slowness: list[float], keeps: Plan | None = None) -> Question:
     return Question(machine, 32, "sgd", microbatches=number, keeps=kept)
 
 
+@pytest.mark.proves(
+    "An adaptive plan keeps what batch norm computes and can take every batch of the run; "
+    "`plan show` says where batch norm differs from one rank's."
+)
 def test_shares_do_not_change_what_batch_norm_computes_unless_that_is_wanted() -> None:
     """A slow rank once got fewer samples, and batch norm other groups, without a message."""
     equal = replicated(NAMES, 2, 1, None)

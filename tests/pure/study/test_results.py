@@ -70,6 +70,11 @@ def test_a_run_without_a_batch_is_refused(tmp_path: Path) -> None:
         results.read(run)
 
 
+@pytest.mark.proves(
+    "The report gives speed-up, efficiency and lost time with intervals that hold the "
+    "truth as often as they say, names a law only if it describes the runs, and names "
+    "disturbed runs."
+)
 def test_each_number_of_a_size_comes_from_its_files(tmp_path: Path) -> None:
     """A run takes 100 s on one rank and 60 s on two; rank 0 waits 0.4 s per step for rank 1."""
     write_run(tmp_path / "one", 1, 100.0, [9.0])

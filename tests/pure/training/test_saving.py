@@ -42,6 +42,9 @@ def test_every_tensor_has_one_owner_and_owners_have_about_the_same(
     assert max(loads) <= sum(sizes) / min(count, FILES) + max(sizes)
 
 
+@pytest.mark.proves(
+    "Many ranks write few files of a checkpoint, and a resumed job reads each file once."
+)
 def test_many_ranks_write_few_files_from_places_far_apart() -> None:
     assert sorted(set(owners([300] * 999, 1024))) == list(range(0, 1024, 128))
     # A model of 3 GiB keeps more disks busy.

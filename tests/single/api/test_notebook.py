@@ -139,7 +139,7 @@ def test_no_rank_outlives_the_notebook(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_ctrl_c_during_training_saves_the_state(small_set: Path, tmp_path: Path) -> None:
     def train(folder: Path, data_set: Path) -> Any:
         from collections.abc import Mapping
@@ -167,6 +167,10 @@ def test_ctrl_c_during_training_saves_the_state(small_set: Path, tmp_path: Path)
     assert any((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.proves(
+    "`notebook_launch` runs a function on ranks: it returns values, raises exceptions of "
+    "ranks and passes Ctrl-C on; a real notebook runs."
+)
 def test_the_notebook_of_the_examples_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,10 @@ class JsonLogger(Callback):
         self.note("end", final=summary["final"])
 
 
+@pytest.mark.proves(
+    "Callbacks receive what the run folder keeps, on rank 0, and an exception in one ends "
+    "all ranks."
+)
 def test_callbacks_receive_what_the_run_folder_keeps(config: Config, tmp_path: Path) -> None:
     logger = JsonLogger(tmp_path / "log.jsonl")
     result = train(

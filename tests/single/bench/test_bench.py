@@ -16,6 +16,10 @@ from tests.single.training.jobs import SOON_SECONDS, ranks_of
 PARTS = {"compute", "communication", "bubble", "data", "rest"}
 
 
+@pytest.mark.proves(
+    "`bench` measures a step and its parts, a data set and the network; `--allreduce "
+    "ring` gives the ring."
+)
 @pytest.mark.parametrize("plan", [(), ("--plan", "mp", "--ranks", 2)])
 def test_a_step_is_split_into_what_it_is_spent_on(
     hvdtrain: Program, plan: tuple[object, ...]

@@ -27,6 +27,10 @@ def options(data: Path, run: Path, *others: Any) -> list[str]:
     return [str(word) for word in (*words, "--batch-size", 100, "--max-steps", 8, *others)]
 
 
+@pytest.mark.proves(
+    "`train --verify` ends a run whose steps are not those of one rank before its first "
+    "step, and changes nothing in others; `auto` takes `zb-h1` only after it."
+)
 def test_a_verified_run_is_the_run_without(
     small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,6 +78,10 @@ def test_tensors_become_arrays_and_come_back(tmp_path: Path, dtype: str) -> None
         assert torch.equal(read["scalar"], tensor[1, 1])
 
 
+@pytest.mark.proves(
+    "Files of any size are hashed while they are written and read, and are those of the "
+    "library that defines their format."
+)
 @pytest.mark.parametrize("size", [0, 1, BLOCK, BLOCK * BLOCKS - 100, BLOCK * (BLOCKS + 2) + 5])
 def test_files_of_all_sizes_are_hashed_while_they_are_written_and_read(
     tmp_path: Path, size: int
@@ -131,6 +135,9 @@ def test_a_folder_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
     assert store.load_newest(tmp_path) == (None, None, [])
 
 
+@pytest.mark.proves(
+    "A damaged checkpoint is found, set aside and reported, and the one before it is used."
+)
 @pytest.mark.parametrize("seed", range(100))
 def test_no_damage_goes_unnoticed(tmp_path: Path, seed: int) -> None:
     """One change to one file: a flipped bit, a cut, extra bytes, or the file of another step."""
@@ -183,6 +190,7 @@ def entry(**changes: object) -> dict[str, object]:
     return {"name": PART, "bytes": 8, "sha256": "0" * 64} | changes
 
 
+@pytest.mark.proves("Nothing in checkpoints, weights and configurations is executed.")
 @pytest.mark.parametrize(
     "content",
     [
@@ -303,6 +311,7 @@ def killed_at(count: int, work: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
+@pytest.mark.proves("A kill at any moment of a save loses no checkpoint.")
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_kill_at_any_moment_of_a_save_loses_nothing(

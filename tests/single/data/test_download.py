@@ -111,6 +111,10 @@ def test_a_file_is_fetched_once(server: Server, tmp_path: Path) -> None:
     assert seen == sorted(seen)
 
 
+@pytest.mark.proves(
+    "`data fetch` resumes a broken download and checks its MD5; `data pack` refuses "
+    "pickles and damaged files."
+)
 def test_a_broken_connection_is_taken_up_where_it_ended(server: Server, tmp_path: Path) -> None:
     server.breaks = [400_000, 300_000]
     seen: list[int] = []

@@ -75,6 +75,10 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.proves(
+    "A folder of images, a CSV file, arrays or a Python iterator becomes a data set, "
+    "whole or not at all; what cannot be packed is named in one line."
+)
 def test_a_folder_is_packed_in_the_order_of_its_file_names(folders: Path, tmp_path: Path) -> None:
     index = data.pack(folders, tmp_path / "packed")
     assert index == read_index(tmp_path / "packed")
@@ -121,6 +125,10 @@ def trained(program: Program, packed: Path, run: Path, *options: str) -> tuple[s
     return summary["weights_sha256"], Path(f"{run}.csv").read_text()
 
 
+@pytest.mark.proves(
+    "CIFAR as PNG files trains to the weights of the archive; any number of workers, and "
+    "a pack that was killed, give the same bytes."
+)
 def test_png_files_train_to_the_weights_of_the_archive(tmp_path: Path, hvdtrain: Program) -> None:
     archive = tmp_path / "archive"
     data.pack(a_folder(tmp_path / "cifar", files_of(CIFAR10, 60)), archive)
@@ -139,7 +147,7 @@ def test_png_files_train_to_the_weights_of_the_archive(tmp_path: Path, hvdtrain:
     assert trained(hvdtrain, tmp_path / "other", tmp_path / "c", *options)[0] != expected[0]
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 @pytest.mark.skipif("CIFAR_DIR" not in os.environ, reason="CIFAR_DIR is not set")
 def test_png_files_of_the_real_cifar_train_to_the_weights_of_the_archive(
     tmp_path: Path, hvdtrain: Program
@@ -162,6 +170,10 @@ def test_any_number_of_workers_gives_the_same_bytes(
     assert files_in(tmp_path / "1") == files_in(tmp_path / "3")
 
 
+@pytest.mark.proves(
+    "Image files that are kept are read as their pixels would be, in bounded memory; "
+    "random parts depend on seed, epoch and sample alone."
+)
 def test_files_that_are_kept_are_read_as_pixels_would_be(folders: Path, tmp_path: Path) -> None:
     pixels = data.pack(folders, tmp_path / "raw", size=8)
     files = data.pack(folders, tmp_path / "jpeg", size=8, encoding="jpeg")

@@ -54,6 +54,10 @@ def test_labels_come_alone_in_any_order_and_memory(packed: Path, memory: int) ->
             samples.labels(np.array([len(samples)]))
 
 
+@pytest.mark.proves(
+    "Ranks of a host share the check of large shards; ranks of large jobs beat less "
+    "often, and the figures say what grows with ranks or samples."
+)
 def test_ranks_of_a_host_share_the_check_of_shards(
     packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +105,9 @@ def test_a_batch_belongs_to_the_caller(packed: Path, memory: int) -> None:
         np.testing.assert_array_equal(samples.gather(rows).images, kept)
 
 
+@pytest.mark.proves(
+    "The loader is faster than torch's DataLoader over h5py, and its memory stays bounded."
+)
 def test_memory_stays_bounded_and_used_chunks_are_kept(packed: Path) -> None:
     index = read_index(packed)
     with open_split(index, "train", LITTLE) as samples:

@@ -93,6 +93,10 @@ def test_processes_that_copy_at_the_same_time_all_end_with_a_whole_copy(
     assert not list(folder.glob(".*"))
 
 
+@pytest.mark.proves(
+    "Copies on node-local disks are the user's own: a folder that another user may have "
+    "made is refused."
+)
 @pytest.mark.parametrize("how", ["link", "group", "all", "owner"])
 def test_a_folder_that_another_user_may_have_made_is_refused(
     small_set: Path, tmp_path: Path, how: str

@@ -23,6 +23,10 @@ def split_of(index: Index, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return (images - mean) / std, torch.from_numpy(batch.labels)
 
 
+@pytest.mark.proves(
+    "`data synth` makes a set that a small network can learn, the same from the same "
+    "seed; `data verify` names every bad shard and chunk."
+)
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     """The bytes are the same at another time of day, which HDF5 would write into each file."""
     one = synth(tmp_path / "one", 200, 3, 16, seed=4)

@@ -117,6 +117,7 @@ def put_labels_elsewhere(how: str, file: h5py.File, other: Path) -> None:
         file["labels"] = h5py.SoftLink("/elsewhere")
 
 
+@pytest.mark.proves("The hash of a shard covers all that is read of it.")
 @pytest.mark.parametrize("how", ["external", "soft", "raw", "virtual"])
 def test_labels_of_another_file_are_refused_though_all_hashes_are_right(
     packed: Path, tmp_path: Path, how: str

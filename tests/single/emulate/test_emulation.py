@@ -75,6 +75,10 @@ def test_an_event_slows_a_component_once_and_ends(
     assert simulated == pytest.approx(3 * seconds)  # of the first step
 
 
+@pytest.mark.proves(
+    "`--emulate FILE.json` emulates the ranks of a profile, and refuses one of another "
+    "model or number of ranks."
+)
 def test_a_profile_emulates_the_ranks_that_it_was_measured_on(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     parts = models.components("cnn", 10, 32)

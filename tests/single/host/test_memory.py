@@ -45,6 +45,9 @@ def faults(how: str, **environment: str) -> tuple[bool | None, int]:
     return kept, count
 
 
+@pytest.mark.proves(
+    "Memory that a step frees is kept for the next, unless the user has set glibc otherwise."
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="another C library")
 def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     _, usual = faults("usual")

@@ -37,6 +37,7 @@ def lose_output(lost: str, *arguments: object, errors: int = subprocess.PIPE) ->
     return done.returncode, done.stderr or ""
 
 
+@pytest.mark.proves("Output that cannot be written ends no run.")
 @pytest.mark.parametrize("lost", [FULL, CLOSED_PIPE, CLOSED])
 def test_training_continues_without_its_output(small_set: Path, tmp_path: Path, lost: str) -> None:
     """A run with its log on a full disk, or before `| head -1`, ended with nothing saved."""

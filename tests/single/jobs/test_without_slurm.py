@@ -21,6 +21,7 @@ from tests.conftest import Program, program, program_environment
 from tests.single.training.jobs import changeable_by_others, summary_of, umask
 
 
+@pytest.mark.proves("No other user can change what a job executes, whatever the umask.")
 def test_no_other_user_can_change_what_a_job_executes(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -100,6 +101,9 @@ def test_runs_without_jobs_are_said_in_one_line(hvdtrain: Program, tmp_path: Pat
         assert f"{tmp_path} holds no run with a job: start a job with" in done.stderr
 
 
+@pytest.mark.proves(
+    "Two submissions of a run at once make one job, and a Ctrl-C loses the number of none."
+)
 def test_two_submissions_of_one_run_at_once_make_one_job(small_set: Path, tmp_path: Path) -> None:
     """After a double click, or in two terminals, both saw no job, and each submitted one."""
     run = tmp_path / "run"

@@ -28,6 +28,9 @@ def independent_forward(weights: dict[str, Tensor], images: Tensor) -> Tensor:
     return x.clamp(min=0) @ weights["head.weight"].T + weights["head.bias"]
 
 
+@pytest.mark.proves(
+    "Models have the parameter counts of their publications, and are computed as published."
+)
 def test_it_has_the_parameters_of_the_paper() -> None:
     assert parameter_count(cnn(10, 32)) == 282_250
     assert [component.name for component in cnn(10, 32)] == ["conv1", "conv2", "dense", "head"]

@@ -72,6 +72,10 @@ def parts_of(module: nn.Module) -> tuple[nn.Sequential, list[tuple[str, nn.Param
     return nn.Sequential(*modules), named
 
 
+@pytest.mark.proves(
+    "A PyTorch module trains as it is, and cut into components it has the outputs and "
+    "gradients of the whole."
+)
 @pytest.mark.parametrize("make", [sequential, Residual])
 def test_outputs_and_gradients_of_a_cut_module_are_those_of_the_whole(make: Any) -> None:
     whole = make().double()

@@ -10,7 +10,7 @@ from hvdtrain.models import MODEL_NAMES, components
 
 # A softmax is the same for any bias before it, so the gradient of this one is zero.
 ONLY_ROUNDING = "head.weigh.bias"
-LARGE = pytest.mark.proof  # seconds each
+LARGE = pytest.mark.weekly  # seconds each
 EXAMPLE = "examples.small_vgg:build"
 SIZES = [
     ("cnn", 28, 33, None),

@@ -80,7 +80,7 @@ def test_small_images_up_to_64_pixels_get_the_small_stem() -> None:
     ("build", "image_size"),
     [
         *((resnet18, 15), (resnet18, 72)),
-        *(pytest.param(resnet50, size, marks=pytest.mark.proof) for size in (15, 72)),
+        *(pytest.param(resnet50, size, marks=pytest.mark.weekly) for size in (15, 72)),
     ],
 )
 def test_logits_and_gradients_equal_an_independent_version(

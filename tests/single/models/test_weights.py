@@ -33,6 +33,10 @@ def small(name: str, classes: int = 10) -> tuple[Shapes, dict[str, Tensor]]:
     }
 
 
+@pytest.mark.proves(
+    "ResNets and ViTs exchange weights with torchvision: `export` writes its names, and "
+    "`--weights` reads them."
+)
 @pytest.mark.parametrize("model", ["resnet18", "resnet50", "vit_b16"])
 def test_names_and_shapes_are_torchvisions(model: str) -> None:
     renamed = {

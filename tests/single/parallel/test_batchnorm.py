@@ -152,6 +152,9 @@ def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 ROWS = [(7,), (4, 3), (1, 6), (0, 5), (3, 0, 4), (2, 2, 1), (0, 0, 6)]
 
 
+@pytest.mark.proves(
+    "`--batch-norm sync` normalises over the whole micro-batch, `local` over a replica's part."
+)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
 def test_shares_of_a_micro_batch_give_what_the_whole_gives(

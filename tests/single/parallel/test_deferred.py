@@ -137,6 +137,10 @@ def test_where_ranks_have_to_agree_the_host_waits(
     runtime.observer.close()
 
 
+@pytest.mark.proves(
+    "The host does not wait for a GPU within a step: it reads the loss, and whether the "
+    "gradients are finite, one step later. A bad step does not change the weights."
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
 def test_the_host_waits_once_for_the_loss_of_the_step_before(

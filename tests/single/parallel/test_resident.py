@@ -12,6 +12,10 @@ from hvdtrain.parallel.resident import Resident
 COUNT, SEED, EPOCH = 40, 5, 3
 
 
+@pytest.mark.proves(
+    "Images that a device takes from a resident split are those of the host, to the bit, "
+    "and so is what is trained on them."
+)
 @pytest.mark.parametrize(
     ("border", "flip", "padding", "side", "shape"),
     list(

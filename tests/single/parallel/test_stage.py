@@ -248,6 +248,10 @@ def test_a_retained_graph_is_recomputed_again() -> None:
     assert_same_bits(gradients(forward_recomputed), gradients(plainly))
 
 
+@pytest.mark.proves(
+    "`--recompute` keeps no activations and changes no bit; `--clip-norm` clips by the "
+    "norm of all gradients together."
+)
 def test_activations_are_not_kept() -> None:
     def kept(forward: Forward) -> bool:
         module = component()

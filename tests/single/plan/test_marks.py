@@ -10,6 +10,10 @@ from tests.late import late_device
 CPU = torch.device("cpu")
 
 
+@pytest.mark.proves(
+    "The seconds of computing, communication and waiting in a step are measured on the "
+    "device. Their sum is the duration of the step."
+)
 def test_parts_of_a_step_sum_to_its_duration() -> None:
     waits = [Wait(0.5, 1.25, 1.5, 0.25), Wait(9.0, 9.0, 9.5, 0.0)]
     reductions = [Reduction(6.0, 9.5, 11.5)]

@@ -53,6 +53,10 @@ REPLAN = "replan step=200"
 RUN = ("train", "--model", "cnn", "--batch-size", 32, "--max-steps", 4, "--threads", 1)
 
 
+@pytest.mark.proves(
+    "`--plan auto` measures the model on the ranks, chooses a plan and keeps the profile "
+    "on request."
+)
 def test_a_plan_is_measured_chosen_and_trained(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -85,7 +89,11 @@ def test_a_plan_is_measured_chosen_and_trained(
     assert profile.read_bytes() == kept
 
 
-@pytest.mark.proof
+@pytest.mark.proves(
+    "`--plan adaptive` changes the plan when a rank or the network becomes slow, and "
+    "loses no sample."
+)
+@pytest.mark.weekly
 def test_a_plan_is_changed_while_training(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -141,7 +149,7 @@ def has_less(rank: int, stages: list[dict[str, Any]]) -> bool:
     return work[rank] < work[1 - rank]
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_components_are_compared_with_their_predictions_while_training(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -162,7 +170,7 @@ def test_components_are_compared_with_their_predictions_while_training(
         assert 0.05 < statistics.median(ratios) < 20, compared
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_killed_while_the_plan_changes(
     small_set: Path, tmp_path: Path, number: signal.Signals
@@ -185,7 +193,7 @@ def test_a_rank_killed_while_the_plan_changes(
     assert_each_sample_once(ledger, 9)
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_job_suspended_and_asked_to_leave_while_the_plan_changes(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -231,7 +239,7 @@ def caught_in_change(
     raise AssertionError("each of twelve jobs changed its plan between two looks")
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_bad_component_is_found_after_a_change_too(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -341,7 +349,11 @@ def test_nothing_fits_is_one_line(hvdtrain: Program, small_set: Path, tmp_path: 
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.proof
+@pytest.mark.proves(
+    "A rank stays below `--memory-limit`; where no plan fits, one line names the "
+    "component and what it lacks."
+)
+@pytest.mark.weekly
 def test_what_a_limit_allows_is_not_exceeded(hvdtrain: Program, tmp_path: Path) -> None:
     """Data parallelism needs more memory than the limit, the measurement and its plan less.
 
@@ -360,7 +372,7 @@ def test_what_a_limit_allows_is_not_exceeded(hvdtrain: Program, tmp_path: Path) 
     assert peaks[1] <= 0.85 * peaks[0]
 
 
-@pytest.mark.parametrize("model", ["cnn", pytest.param("vit_tiny", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("model", ["cnn", pytest.param("vit_tiny", marks=pytest.mark.weekly)])
 def test_every_component_is_measured_in_every_way(model: str) -> None:
     """A process without MPI measures its own times only."""
     config = TrainConfig(model=model, data="", plan="auto", batch_size=16).check()

@@ -122,6 +122,10 @@ def small_source(folder: Path, text: str) -> Path:
 EDIT = Edit("CMakeLists.txt", "STANDARD 14", "STANDARD 17", "headers")
 
 
+@pytest.mark.proves(
+    "Horovod is built once from its edited source; a missing tool is reported in one line "
+    "with its cure."
+)
 def test_an_edit_replaces_its_text(tmp_path: Path) -> None:
     root = small_source(tmp_path, "set(CMAKE_CXX_STANDARD 14)\n")
     source.apply_edits(root, (EDIT,))

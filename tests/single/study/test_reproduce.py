@@ -10,6 +10,10 @@ from tests.conftest import Program
 from tests.single.training.jobs import summary_of
 
 
+@pytest.mark.proves(
+    "`reproduce paper-a` makes each run once and writes table, figures and a verdict from "
+    "intervals."
+)
 def test_the_runs_of_paper_a_are_made_once(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -53,7 +57,11 @@ def test_without_a_data_set_nothing_is_begun(hvdtrain: Program, tmp_path: Path) 
     assert not (tmp_path / "to").exists()
 
 
-@pytest.mark.proof
+@pytest.mark.proves(
+    "`reproduce paper-b` makes each run once, and writes table I measured and predicted, "
+    "figures and verdicts."
+)
+@pytest.mark.weekly
 def test_the_runs_of_paper_b_are_made_once(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:

@@ -129,6 +129,10 @@ def undisturbed(
     return summary
 
 
+@pytest.mark.proves(
+    "`--framework tensorflow` trains in Keras what one device does, on ranks and on "
+    "MirroredStrategy."
+)
 def test_ranks_and_mirrors_train_what_one_device_does(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -150,7 +154,7 @@ def test_ranks_and_mirrors_train_what_one_device_does(
     assert samples[0] == samples[1] == samples[2]
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_replicas_that_part_end_the_run_at_step_100(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -163,7 +167,7 @@ def test_replicas_that_part_end_the_run_at_step_100(
     assert faults["replicas differ"] == 100
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_run_that_evaluates_nothing_trains_the_same(
     hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -176,6 +180,9 @@ def test_a_run_that_evaluates_nothing_trains_the_same(
     assert [line["test_loss"] for line in events_of(run, "epoch")] == [None] * EPOCHS
 
 
+@pytest.mark.proves(
+    "A run in Keras stops, restarts, resumes and skips bad steps as one in PyTorch does."
+)
 def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_bits(
     small_set: Path, tmp_path: Path, hvdtrain: Program, undisturbed: dict[str, Any]
 ) -> None:
@@ -220,7 +227,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_another_start_finishes_it(
     ],
     ids=["ranks", "mirrors"],
 )
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_run_goes_on_elsewhere(
     hvdtrain: Program,
     small_set: Path,
@@ -243,7 +250,7 @@ def test_a_run_goes_on_elsewhere(
     assert len(set(losses[0])) == 9
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_rank_that_hangs_ends_the_job(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -263,7 +270,7 @@ def test_a_gradient_above_the_limit_is_a_bad_step(
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_layer_that_emits_no_numbers_is_named(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -286,7 +293,7 @@ def test_a_layer_that_emits_no_numbers_is_named(
     )
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_step_that_is_skipped_changes_nothing(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -302,7 +309,7 @@ def test_a_step_that_is_skipped_changes_nothing(
     assert digests[0] == digests[1]
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_model_of_ones_own_goes_on_to_the_same_bits(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -350,7 +357,7 @@ def test_running_statistics_are_those_of_all_samples(
         assert mean == pytest.approx(means["single"], rel=1e-4)
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_model_that_is_a_class_trains_and_its_bad_layer_is_named(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -374,7 +381,7 @@ def test_mirrors_end_at_a_bad_step_and_say_what_they_know(
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_out_of_memory_is_a_failed_rank(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:

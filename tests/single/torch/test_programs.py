@@ -80,7 +80,7 @@ def example(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "launcher", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.proof)]
+    "launcher", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.weekly)]
 )
 def test_the_example_trains(small_set: Path, launcher: str) -> None:
     text = example("torch_script.py")
@@ -142,7 +142,7 @@ if rank.is_first:
 )
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_loop_ends_where_train_does(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
     """Order, shares, normalisation and gradients of both are the same, up to rounding."""
     options = ["--data", small_set, "--epochs", 2, "--batch-size", 50, "--ranks", 2]

@@ -131,6 +131,9 @@ def test_ten_in_a_row_are_enough(hvdtrain: Program, small_set: Path, tmp_path: P
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.proves(
+    "A bad step stops all ranks and names its component, or is skipped and changes nothing."
+)
 @pytest.mark.parametrize("plan", ["dp", "mp"])
 def test_a_bad_step_stops_all_ranks_and_the_component_is_named(
     hvdtrain: Program, small_set: Path, tmp_path: Path, plan: str

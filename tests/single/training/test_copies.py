@@ -18,6 +18,7 @@ from tests.single.training.checkpoints import make, save
 from tests.single.training.jobs import assert_each_sample_once, summary_of
 
 
+@pytest.mark.proves("`--replicate` restores what a lost disk held.")
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [

@@ -70,7 +70,7 @@ def faulty_read(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("step-00000004/part-0000", ESTALE, 2, 0),
         ("step-00000004/part-0000", EIO, 1000, 3),
-        pytest.param("step-00000004/manifest", EIO, 1000, 3, marks=pytest.mark.proof),
+        pytest.param("step-00000004/manifest", EIO, 1000, 3, marks=pytest.mark.weekly),
     ],
 )
 def test_a_good_checkpoint_that_cannot_be_read_for_a_while_stays_one(
@@ -107,6 +107,7 @@ def test_a_good_checkpoint_that_cannot_be_read_for_a_while_stays_one(
     assert not list((run / "checkpoints").glob("damaged-*"))
 
 
+@pytest.mark.proves("A disk that fails for a while costs no run and no good checkpoint.")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(
     small_set: Path, tmp_path: Path, ranks: int

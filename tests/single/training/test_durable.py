@@ -88,6 +88,9 @@ def state(status: os.stat_result) -> State:
     return status.st_size, status.st_mtime_ns
 
 
+@pytest.mark.proves(
+    "What a checkpoint rests on is brought to the disk before it counts: content, then name."
+)
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

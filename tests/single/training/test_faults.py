@@ -61,11 +61,15 @@ def undisturbed(undisturbed_run: Path) -> str:
     return digest
 
 
+@pytest.mark.proves(
+    "A rank that is killed, crashes, hangs or runs out of memory ends the job by name, "
+    "and `--restarts` resumes it."
+)
 @pytest.mark.parametrize(
     "kind",
     [
         *("kill", "stop"),
-        *(pytest.param(kind, marks=pytest.mark.proof) for kind in ("segfault", "memory")),
+        *(pytest.param(kind, marks=pytest.mark.weekly) for kind in ("segfault", "memory")),
     ],
 )
 def test_a_rank_that_fails_ends_the_job_and_another_start_finishes_it(
@@ -139,6 +143,12 @@ def test_a_rank_that_hangs_while_others_wait_for_its_part_of_a_checkpoint(
     assert "has been stuck for longer" in done.stderr
 
 
+@pytest.mark.proves(
+    "The command of `--on-alert` is not shown to other users: neither by `ps` nor by "
+    "files of the run."
+)
+@pytest.mark.proves("Alerts, heartbeats and step lines report what happens to each rank.")
+@pytest.mark.proves("A straggler is named with what it costs, and the run continues.")
 def test_a_slow_rank_is_named_with_what_it_costs(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def finished(small_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.proves("A finished run that is started again changes nothing in its folder.")
 @pytest.mark.parametrize(
     "way",
     [

@@ -31,27 +31,27 @@ def command(data: Path, run: Path, *options: object) -> list[object]:
         pytest.param(
             *(1, "writing", ("--epochs", 100_000, "--checkpoint-every", "3 steps")),
             *("writing ", SAVE_FACTOR * LIMIT),  # the file, or waiting for it at the next save
-            marks=pytest.mark.proof,
+            marks=pytest.mark.weekly,
         ),
         pytest.param(
             *(1, "after the last step", ("--max-steps", hangs.STEPS)),
             *("agreeing with all ranks on the last steps", LIMIT),
-            marks=pytest.mark.proof,
+            marks=pytest.mark.weekly,
         ),
         pytest.param(
             *(0, "before the end", ("--max-steps", 3)),
             *("its own work after step 3, summing up the run", LIMIT + OUTSIDE),
-            marks=pytest.mark.proof,
+            marks=pytest.mark.weekly,
         ),
         pytest.param(
             *(0, "stopped at exit", ("--max-steps", 3)),
             *("its own work after step 3, leaving with all ranks", LIMIT + OUTSIDE),
-            marks=pytest.mark.proof,
+            marks=pytest.mark.weekly,
         ),
         pytest.param(
             *(0, "waiting at exit", ("--max-steps", 3)),
             *("its own work after step 3, leaving with all ranks", LIMIT + OUTSIDE),
-            marks=pytest.mark.proof,
+            marks=pytest.mark.weekly,
         ),
     ],
 )
@@ -82,7 +82,7 @@ def test_the_rank_is_named_with_what_it_does(
     assert action in line
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_rank_that_cannot_read_its_part_of_a_checkpoint_is_named(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -103,6 +103,10 @@ def test_a_rank_that_cannot_read_its_part_of_a_checkpoint_is_named(
     assert "resumed after step 4" in done.stdout
 
 
+@pytest.mark.proves(
+    "Under `srun` or another launcher a rank that is stopped is named and killed, which "
+    "ends the job; a suspended job is not, and no process is left behind."
+)
 def test_a_rank_of_another_launcher_is_watched_from_outside(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,10 @@ from hvdtrain.world import World
 ALONE = World("none", 0, 1, 0, 1, 1)
 
 
+@pytest.mark.proves(
+    "`--holdout` makes a seeded part the validation set, which normalisation does not "
+    "use, and the best checkpoint has the highest accuracy on it."
+)
 @pytest.mark.parametrize(("how", "is_centred"), [("meanstd", True), ("split", False)])
 def test_the_mean_is_that_of_the_images_trained_on(
     small_set: Path, how: Literal["meanstd", "split"], is_centred: bool

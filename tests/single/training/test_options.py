@@ -60,7 +60,7 @@ def test_a_component_that_changes_a_buffer_is_not_recomputed(
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_compiled_model_learns_the_same(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_compiled_model_learns_the_same(
     assert end["test_loss"] > 0
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_each_component_is_compiled() -> None:
     parts = components("cnn", 10, 16)
     config = TrainConfig(model="cnn", data="", compile=True)

@@ -32,11 +32,15 @@ def grow_old(run: Path) -> None:
         os.utime(path, (then, then))
 
 
+@pytest.mark.proves(
+    "A run folder has one owner: a second start is refused while the first one lives, a "
+    "killed run resumes, one that comes back late commits nothing."
+)
 @pytest.mark.parametrize(
     "options",
     [
         ("--ranks", 2),
-        pytest.param(("--framework", "tensorflow"), marks=pytest.mark.proof),
+        pytest.param(("--framework", "tensorflow"), marks=pytest.mark.weekly),
     ],
     ids=["torch", "tensorflow"],
 )

@@ -135,7 +135,7 @@ def undisturbed(
 
 def proof(*values: object) -> Any:
     """Return a case of `make proof`."""
-    return pytest.param(*values, marks=pytest.mark.proof)
+    return pytest.param(*values, marks=pytest.mark.weekly)
 
 
 def each_moment(quick: tuple[str, ...]) -> list[Any]:
@@ -335,7 +335,7 @@ def test_a_launcher_that_waits_to_start_again_ends_and_leaves_nothing(
     case.finish(hvdtrain, undisturbed(2))
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 def test_a_run_that_another_start_finishes_between_restarts_is_over(
     hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:

@@ -66,6 +66,10 @@ def test_replicas_that_part_end_the_run_after_the_epoch_and_the_tensor_is_named(
     assert (fault["step"], fault["cause"]) == (13, "replicas differ")
 
 
+@pytest.mark.proves(
+    "Replicas are compared every 100 steps and after each epoch; the first tensor that "
+    "differs is named with its ranks."
+)
 def test_replicas_that_part_end_the_run_at_step_100_of_a_long_epoch(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -113,6 +117,9 @@ def test_its_checkpoint_is_that_of_the_serial_run_by_name(serial: Path, hybrid: 
     assert ours.optimizer.keys() == theirs.optimizer.keys()
 
 
+@pytest.mark.proves(
+    "A run resumes on another number of ranks, under another plan and for more epochs."
+)
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -150,6 +157,7 @@ def test_a_plan_file_with_unequal_replicas_trains(
     assert_same_end(tmp_path / "run", serial)
 
 
+@pytest.mark.proves("Measured and simulated steps are Chrome traces of one form.")
 def test_measured_and_simulated_traces_have_one_form(
     hvdtrain: Program, hybrid: Path, tmp_path: Path
 ) -> None:
@@ -244,6 +252,10 @@ def test_a_plan_that_no_model_or_schedule_fits_is_refused(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.proves(
+    "A rank that hangs ends the job after `--stall-timeout`, with its action and the "
+    "ranks that it waited for."
+)
 def test_a_rank_that_hangs_ends_the_job_with_what_it_was_doing(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -318,6 +330,10 @@ def test_plan_check_tells_a_right_plan_from_a_wrong_result(hvdtrain: Program) ->
     assert "NOT within the tolerance of 1e-12" in done.stdout
 
 
+@pytest.mark.proves(
+    "`plan show` prints stages, labels, memory and the step in counted operations; `plan "
+    "check` tells a right plan from a wrong one."
+)
 def test_plan_show_prints_stages_labels_memory_and_the_timeline(
     hvdtrain: Program, tmp_path: Path
 ) -> None:

@@ -16,6 +16,9 @@ from tests.single.training.jobs import assert_each_sample_once, begin, ranks_of,
 EPOCHS = 12
 
 
+@pytest.mark.proves(
+    "`--restarts` with `--min-ranks` resumes on fewer ranks, and not after an error of the user."
+)
 @pytest.mark.parametrize(
     ("plan", "ranks", "expected"),
     [

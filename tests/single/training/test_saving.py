@@ -37,6 +37,10 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.proves(
+    "Checkpoints are saved as often, and kept as many, as the options say; other programs "
+    "read their tensors by name."
+)
 @pytest.mark.parametrize(
     ("every", "steps"),
     [("4 steps", [4, 7, 8, 12, 14, 16, 20, 21]), ("2 epochs", [14, 21]), ("1 epoch", [7, 14, 21])],
@@ -104,7 +108,7 @@ def last_begun(run: Path) -> int:
 
 @pytest.mark.parametrize(
     ("seed", "kills"),
-    [(0, 2), *(pytest.param(seed, KILLS, marks=pytest.mark.proof) for seed in range(RUNS))],
+    [(0, 2), *(pytest.param(seed, KILLS, marks=pytest.mark.weekly) for seed in range(RUNS))],
 )
 def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     hvdtrain: Program,
@@ -164,6 +168,10 @@ def test_a_run_goes_on_inside_an_epoch_under_another_plan_from_the_newest_that_v
         assert_each_sample_once(ledger, 5)
 
 
+@pytest.mark.proves(
+    "A full disk ends the run in one line after three failed checkpoints, and the last "
+    "checkpoint is whole."
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_disk_that_fills_ends_the_run_with_its_last_checkpoint(
     small_set: Path, tmp_path: Path, ranks: int

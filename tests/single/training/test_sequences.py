@@ -260,7 +260,7 @@ class Disturbed:
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(seed, marks=pytest.mark.proof if seed else ()) for seed in range(SEQUENCES)],
+    [pytest.param(seed, marks=pytest.mark.weekly if seed else ()) for seed in range(SEQUENCES)],
 )
 def test_whatever_happens_to_a_run_it_ends_as_if_nothing_had(
     small_set: Path, tmp_path: Path, undisturbed: Callable[[Layout], Path], number: int

@@ -87,7 +87,7 @@ def test_workers_that_run_ahead_make_the_same_number_of_steps(
     assert_each_sample_once(ledger, 7)
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 @pytest.mark.parametrize("sync", ["server", "server:stale=2", "server:async"])
 @pytest.mark.parametrize("rank", [1, 2], ids=["worker", "server"])
 def test_a_killed_rank_ends_the_run_soon_and_is_named(
@@ -103,7 +103,7 @@ def test_a_killed_rank_ends_the_run_soon_and_is_named(
     assert re.search(rf"rank {rank} on \S+ was ended by signal 9", errors), errors
 
 
-@pytest.mark.proof
+@pytest.mark.weekly
 @pytest.mark.parametrize("sync", ["server", "server:stale=2", "server:async"])
 def test_a_run_that_loses_a_worker_goes_on_with_fewer(
     hvdtrain: Program, small_set: Path, tmp_path: Path, sync: str

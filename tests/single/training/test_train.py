@@ -36,6 +36,10 @@ def finished(hvdtrain: Program, small_set: Path, tmp_path_factory: pytest.TempPa
     return run
 
 
+@pytest.mark.proves(
+    "A run folder holds configuration, metrics, TensorBoard, checkpoints and a summary; "
+    "its configuration starts a run again, and the command line wins over it."
+)
 def test_the_summary_holds_every_key_of_the_contract(finished: Path) -> None:
     summary = summary_of(finished)
     keys = """model parameters ranks plan epochs steps samples seconds startup_seconds
@@ -136,6 +140,7 @@ def test_the_run_folder_holds_configuration_curves_and_checkpoints(finished: Pat
     assert (finished / "checkpoints" / best["checkpoint"]).is_dir()
 
 
+@pytest.mark.proves("The ledger names every sample that was trained on.")
 def test_the_ledger_names_every_training_sample_once_an_epoch(finished: Path) -> None:
     lines = finished.with_suffix(".csv").read_text().splitlines()
     assert lines[0] == "epoch,step,rank,sample"
@@ -145,6 +150,7 @@ def test_the_ledger_names_every_training_sample_once_an_epoch(finished: Path) ->
         assert len(samples) == len(set(samples)) == 481
 
 
+@pytest.mark.proves("A run on the same ranks repeats to the bit.")
 def test_the_same_run_again_ends_in_the_same_bits(
     finished: Path, hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -203,6 +209,7 @@ def test_records_after_the_last_checkpoint_are_cut_back_on_resume(
     assert len(ledger.read_text().splitlines()) == 1 + 2 * 601
 
 
+@pytest.mark.proves("A run trains in bf16 with fp32 weights, in fp64, and with `--compile`.")
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_other_precisions_train(
     hvdtrain: Program, small_set: Path, tmp_path: Path, precision: str
@@ -217,6 +224,10 @@ def test_other_precisions_train(
     assert {tensor.dtype for tensor in newest.tensors.values()} == {wanted}
 
 
+@pytest.mark.proves(
+    "A model of the user's own, in PyTorch or in Keras, trains, and one that cannot work "
+    "is refused."
+)
 def test_a_users_own_model_trains_from_the_example(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -240,6 +251,10 @@ def test_tensorflow_is_never_loaded_beside_torch(small_set: Path, tmp_path: Path
     subprocess.run([sys.executable, "-c", code], check=True, env=program_environment())
 
 
+@pytest.mark.proves(
+    "An error that the user can fix is one line, such as for a run folder of another "
+    "configuration."
+)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -281,6 +296,9 @@ def test_what_a_user_can_get_wrong_is_one_line(
     assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
+@pytest.mark.proves(
+    "A damaged shard ends the run before one of its samples is used, with shard and chunk."
+)
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -34,7 +34,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["fp32", pytest.param("bf16", marks=pytest.mark.proof)])
+@pytest.fixture(scope="module", params=["fp32", pytest.param("bf16", marks=pytest.mark.weekly)])
 def run(request: pytest.FixtureRequest, packed: Path) -> TrainResult:
     """Train with a hold-out, whose images the normalisation leaves out, on smaller images."""
     return train(
@@ -71,6 +71,10 @@ def pixels(paths: list[Path]) -> torch.Tensor:
     return torch.from_numpy(images[:, edge:-edge, edge:-edge].transpose(0, 3, 1, 2).copy())
 
 
+@pytest.mark.proves(
+    "`evaluate` finds the accuracy of the summary, `predict` the answers of `evaluate`, "
+    "and exported models the logits of torch."
+)
 def test_an_evaluation_finds_the_accuracy_of_the_run(
     run: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +238,7 @@ def test_a_best_checkpoint_that_is_not_known_is_not_replaced_by_the_newest(
         assert evaluate(copy, which="last").accuracy == run["final"]["test_accuracy"]
 
 
+@pytest.mark.proves("Code that another user could have written is not imported.")
 def test_code_that_another_user_could_have_written_is_not_imported(
     run: TrainResult,
     pictures: tuple[list[Path], np.ndarray],

@@ -143,6 +143,9 @@ def test_a_kind_that_does_not_exist_is_refused() -> None:
         config(no_decay="norms").check()
 
 
+@pytest.mark.proves(
+    "The check of a built-in model before the first step does not load PyTorch's compiler."
+)
 def test_a_rank_loads_no_compiler() -> None:
     """Torch's compiler would take a third of a rank's start-up time, SymPy a sixth."""
     program = (

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md names the tests that prove each claim of README.md: all of them exist."""
+"""The page of failures names a test for each moment of a run: all of them exist."""
 
 import ast
 import re
@@ -9,15 +9,12 @@ import pytest
 
 from tests.conftest import ROOT
 
-HEADING = "\n## What proves what\n"
-MOMENTS = "\n## What happens when\n"
+MOMENTS = "\n## All moments\n"
 TEST = re.compile(r"(tests/[\w/]+/test_\w+\.py)::(test_\w+)")
 TEST_FILE = re.compile(r"tests/[\w/]+/test_\w+\.py")
 BENCHMARK = re.compile(r"benchmarks/\w+\.py")
 SEPARATORS = re.compile(r"(?:<br>|[,\s])*")
 
-# A page with a table of these rows, and the files that contain the tests it names.
-PAGE = f"# Page\n{HEADING}\nText.\n\n| claim | tests |\n|---|---|\n%s\n## Next\n\n| no | row |\n"
 SOURCES = {
     "tests/pure/test_a.py": "def test_one():\n    def test_inner(): ...\n\nTEXT = 'test_text'\n",
     "benchmarks/speed.py": "",
@@ -26,30 +23,12 @@ ONE = "`tests/pure/test_a.py::test_one`"
 SPEED = "`benchmarks/speed.py`"
 
 
-def table_rows(page: str, heading: str = HEADING, number: int = 0) -> list[list[str]]:
+def table_rows(page: str, heading: str, number: int = 0) -> list[list[str]]:
     """Return the cells of each row of a table below a heading, without its head."""
     section = page.partition(heading)[2].partition("\n## ")[0]
     tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
     lines = tables[number].splitlines() if number < len(tables) else []
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[2:]]
-
-
-def table_faults(page: str, sources: Mapping[str, str]) -> list[str]:
-    """Return a line for each fault of the table; `sources` holds the text of files by path."""
-    rows = table_rows(page)
-    faults = [] if rows else ["there is no table"]
-    claims: set[str] = set()
-    for row in rows:
-        if len(row) != 2 or not row[0]:
-            faults.append(f"not a claim and its tests: {' | '.join(row)}")
-        elif not row[1]:
-            faults.append(f"no test: {row[0]}")
-        else:
-            faults += cell_faults(row[1], sources)
-        if row[0] in claims:
-            faults.append(f"twice: {row[0]}")
-        claims.add(row[0])
-    return faults
 
 
 def cell_faults(cell: str, sources: Mapping[str, str]) -> list[str]:
@@ -76,14 +55,6 @@ def functions(source: str) -> set[str]:
     return {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
 
 
-def test_all_that_the_table_names_exists() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    assert len(table_rows(page)) > 50
-    paths = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("benchmarks/*.py")]
-    sources = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
-    assert table_faults(page, sources) == []
-
-
 def moments_faults(page: str, sources: Mapping[str, str]) -> list[str]:
     """Return a line for each fault of the table of moments and of the list of its tests."""
     listed = table_rows(page, MOMENTS, 1)
@@ -99,7 +70,7 @@ def moments_faults(page: str, sources: Mapping[str, str]) -> list[str]:
 
 
 def test_each_number_in_the_table_of_moments_is_that_of_a_test() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "docs/explanation/failures.md").read_text()
     assert len(table_rows(page, MOMENTS)) >= 8
     sources = {path: (ROOT / path).read_text() for path in set(re.findall(TEST_FILE, page))}
     assert moments_faults(page, sources) == []
@@ -120,43 +91,3 @@ def test_a_fault_of_the_table_of_moments_is_found(cells: str, listed: str, fault
     page = f"# Page\n{MOMENTS}\n{head}| step | {cells} |\n\n| | test |\n|---|---|\n{listed}"
     (message,) = moments_faults(page, SOURCES)
     assert message.startswith(fault)
-
-
-def test_a_sound_table_has_no_fault() -> None:
-    rows = f"| A. | {ONE}<br>{SPEED} |\n| B. | {ONE}, {SPEED} |\n"
-    assert table_faults(PAGE % rows, SOURCES) == []
-
-
-@pytest.mark.parametrize(
-    ("rows", "fault"),
-    [
-        ("", "there is no table"),
-        ("| A. | |\n", "no test: A."),
-        (f"| | {ONE} |\n", "not a claim and its tests: "),
-        ("| A. |\n", "not a claim and its tests: A."),
-        (f"| A. | {ONE} | more |\n", "not a claim and its tests: A. | "),
-        (f"| A. | {ONE} |\n| A. | {SPEED} |\n", "twice: A."),
-        ("| A. | benchmarks/speed.py |\n", "not a code span: benchmarks/speed.py"),
-        (f"| A. | {SPEED}<br>`benchmarks/spee.py` |\n", "does not exist: benchmarks/spee.py"),
-        ("| A. | `tests/pure/test_a.py` |\n", "does not exist: tests/pure/test_a.py"),
-    ],
-)
-def test_a_faulty_row_is_found(rows: str, fault: str) -> None:
-    (message,) = table_faults(PAGE % rows, SOURCES)
-    assert message.startswith(fault)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tests/pure/test_a.py::test_two",
-        "tests/pure/test_a.py::test_inner",
-        "tests/pure/test_a.py::test_text",
-        "tests/pure/test_a.py::test_one[1]",
-        "tests/pure/test_b.py::test_one",
-        "pure/test_a.py::test_one",
-    ],
-)
-def test_a_wrong_name_is_found(name: str) -> None:
-    page = PAGE % f"| A. | {ONE}<br>`{name}` |\n"
-    assert table_faults(page, SOURCES) == [f"does not exist: {name}"]
