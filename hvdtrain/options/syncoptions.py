@@ -5,11 +5,11 @@ from typing import Literal
 
 from hvdtrain.errors import UsageError
 from hvdtrain.options.fields import Group, Rule, option
-from hvdtrain.options.servercheck import no_worker
 from hvdtrain.options.syncrequest import (
     CompressRequest,
     Server,
     SyncRequest,
+    no_worker,
     parse_compress_request,
     parse_sync_request,
 )
@@ -25,7 +25,7 @@ class SyncOptions:
     sync: str = option(
         "exact",
         "exact: sum gradients in every step; local:H: train alone and average weights every H "
-        "steps; post-local:H@EPOCH: exact up to an epoch, then local; diloco:H: as local, with "
+        "steps, local:H@EPOCH: after that many exact epochs; diloco:H: as local, with "
         "an outer optimizer; elastic:H: drawn to a common centre every H steps; server: the last "
         "--servers ranks hold the weights and update them with the sum of all gradients; "
         "server:stale=S: each rank's gradients when they arrive, up to S steps ahead of the "

@@ -7,8 +7,7 @@ from typing import Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.options.fields import flag
-from hvdtrain.options.planrequest import ADAPTIVE, parse_plan_request
-from hvdtrain.options.servercheck import check_servers
+from hvdtrain.options.planrequest import ADAPTIVE, PlanFile, Replicated, parse_plan_request
 
 # Each rank keeps the batches of as many steps, to explain a bad one, and an agreement per step.
 MOST_STEPS_AHEAD = 32
@@ -93,8 +92,7 @@ class PowerSGD:
 CompressRequest = NoCompression | Half | TopK | PowerSGD
 
 SYNC_FORMS = (
-    "exact, local:H, post-local:H@EPOCH, diloco:H, elastic:H, server, server:stale=S or "
-    "server:async"
+    "exact, local:H, local:H@EPOCH, diloco:H, elastic:H, server, server:stale=S or server:async"
 )
 COMPRESS_FORMS = "none, fp16, bf16, topk:RATIO or powersgd:RANK"
 NO_HIERARCHY = (
@@ -128,13 +126,15 @@ def parse_sync_request(text: str) -> SyncRequest:
         return NO_SYNC
     if text.partition(":")[0] == "server":
         return _server(text)
-    match = re.fullmatch(r"(local|post-local|diloco|elastic):(\d{1,9})(?:@(\d{1,6}))?", text)
-    if match is None or not int(match[2]) or (match[3] is None) != (match[1] != "post-local"):
+    if text.startswith("post-local:"):  # its older name, in configurations of runs
+        text = text.removeprefix("post-")
+    match = re.fullmatch(r"(local|diloco|elastic):(\d{1,9})(?:@(\d{1,6}))?", text)
+    if match is None or not int(match[2]) or (match[3] and match[1] != "local"):
         raise UsageError(
-            f"--sync {text} is not known: use {SYNC_FORMS}, such as local:8 or post-local:8@2"
+            f"--sync {text} is not known: use {SYNC_FORMS}, such as local:8 or local:8@2"
         )
     period = int(match[2])
-    if match[1] in ("local", "post-local"):
+    if match[1] == "local":
         return Local(period, int(match[3] or 0))
     return DiLoCo(period) if match[1] == "diloco" else Elastic(period)
 
@@ -277,3 +277,57 @@ def _check_apart(values: Mapping[str, Any], request: SyncRequest) -> None:
         raise UsageError(
             f"--elastic-rate {values['elastic_rate']:g} goes beyond the centre: use at most 1"
         )
+
+
+# By option: its value without effect, and why another one cannot be used.
+REFUSED: Mapping[str, tuple[Any, str]] = {
+    "compress": ("none", "which sends the gradients as they are"),
+    "shard_optimizer": (False, "whose servers divide the optimizer's state already"),
+    "reduce_with": (None, "which sums gradients on the servers"),
+    "allreduce": ("auto", "which sums gradients on the servers"),
+    "verify": (False, "because it compares runs without servers"),
+    "clip_norm": (None, "because no rank knows the norm of all gradients"),
+    "gradient_limit": (None, "because no rank knows the norm of all gradients"),
+    "on_bad_step": ("stop", "because no rank knows the norm of all gradients"),
+    "batch_norm": ("local", "whose workers compute apart from each other"),
+    "memory_limit": (None, "whose memory it does not count"),
+}
+
+
+def check_servers(values: Mapping[str, Any]) -> None:
+    """Refuse options that do not go together with servers.
+
+    Args:
+        values: of all options, by name.
+
+    Raises:
+        UsageError: naming both options.
+    """
+    sync = f"--sync {values['sync']}"
+    for name, (allowed, reason) in REFUSED.items():
+        if values[name] != allowed:
+            value = "" if values[name] is True else f" {values[name]}"
+            raise UsageError(
+                f"{flag(name)}{value} is not supported with {sync}, {reason}: leave one out"
+            )
+    if not isinstance(parse_plan_request(values["plan"]), Replicated | PlanFile):
+        raise UsageError(
+            f"--plan {values['plan']} is not supported with {sync}, whose workers hold the whole "
+            "model: use --plan dp"
+        )
+    servers, ranks, fewest = values["servers"], values["ranks"], values["min_ranks"]
+    if ranks is not None and ranks <= servers:
+        raise UsageError(no_worker(values["sync"], servers, ranks))
+    if fewest is not None and fewest <= servers:
+        raise UsageError(
+            f"--min-ranks {fewest} leaves no rank to train beside --servers {servers}: give at "
+            f"least --min-ranks {servers + 1}"
+        )
+
+
+def no_worker(sync: str, servers: int, ranks: int) -> str:
+    """Return the message about ranks that are all servers."""
+    return (
+        f"--sync {sync} with --servers {servers} leaves none of {ranks} rank(s) to train: use at "
+        f"least --ranks {servers + 1}"
+    )

@@ -50,7 +50,7 @@ FREE = Coding(0.0, 0.0)
 class Agreement:
     """The way in which the replicas of a stage agree.
 
-    Predictions are for steps after the exact ones of `--compress-after` and `post-local`.
+    Predictions are for steps after the exact ones of `--compress-after` and `local:H@EPOCH`.
 
     Attributes:
         sync: when.

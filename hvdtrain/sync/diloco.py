@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hvdtrain.sync.apart import Apart
+from hvdtrain.sync.apart import Apart, Trained
 from hvdtrain.sync.collectives import Collectives
-from hvdtrain.sync.local import Trained
+from hvdtrain.sync.meetings import Shapes
 from hvdtrain.sync.replica import Replica
-from hvdtrain.sync.saved import Shapes
 
 
 class DiLoCoMeetings(Apart):

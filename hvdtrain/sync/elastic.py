@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hvdtrain.sync.apart import Apart
+from hvdtrain.sync.apart import Apart, Trained
 from hvdtrain.sync.collectives import Collectives
-from hvdtrain.sync.local import Trained
 from hvdtrain.sync.replica import MODEL, Replica
 
 FORCE = 0.9  # the sum of the rates of all replicas, in the paper's experiments

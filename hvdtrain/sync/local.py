@@ -1,7 +1,6 @@
 """Gradients of replicas that train apart: each updates its weights from its own samples."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,15 +8,11 @@ from typing_extensions import override
 
 from hvdtrain.plan.cut import Share
 from hvdtrain.plan.marks import Reduction
+from hvdtrain.sync.apart import Apart, Trained
+from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Gradients, SerialGradients
-from hvdtrain.sync.saved import Shapes
-
-
-@dataclass
-class Trained:
-    """Count of the samples that a replica has trained on without the others since the start."""
-
-    samples: int = 0
+from hvdtrain.sync.meetings import Shapes
+from hvdtrain.sync.replica import Replica
 
 
 class LocalGradients(SerialGradients):
@@ -117,3 +112,60 @@ class SwitchedGradients(Gradients):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the exact sums what was saved."""
         self.exact.load(tensors)
+
+
+class LocalMeetings(Apart):
+    """Averages of weights, weighted by the samples since the last meeting.
+
+    Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. From a later epoch on:
+    Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
+
+    Args:
+        averages_optimizer: whether the optimizer's state is averaged, too. Otherwise each replica
+            keeps its own.
+        gradients: exact at first; None: local from the start.
+        exact_epochs: number of epochs with exact gradients.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        collectives: Collectives,
+        trained: Trained,
+        period: int,
+        averages_optimizer: bool = False,
+        gradients: SwitchedGradients | None = None,
+        exact_epochs: int = 0,
+    ) -> None:
+        super().__init__(replica, collectives, trained, period)
+        self.averages_optimizer = averages_optimizer
+        self.gradients, self.exact_epochs = gradients, exact_epochs
+        self.is_exact = gradients is not None
+
+    @override
+    def before_step(self, epoch: int) -> None:
+        """Make the gradients local in the first step after the exact epochs."""
+        self.is_exact = epoch < self.exact_epochs
+        if self.gradients is not None and not self.is_exact:
+            self.gradients.become_local()
+
+    @override
+    def after_step(self, step: int) -> None:
+        """Meet if the gradients are local and the step ends a period."""
+        if not self.is_exact:
+            super().after_step(step)
+
+    @override
+    @torch.no_grad()
+    def exchange(self) -> None:
+        parameters = list(self.replica.parameters.values())
+        tensors = [*parameters, *self.replica.averaged.values()]
+        if self.averages_optimizer:
+            tensors += self.replica.moments().values()
+        agreed = self.averager.finish(self.averager.start("meeting", tensors, self.samples))
+        self.measure_drift(agreed.averages[: len(parameters)])
+        for tensor, average in zip(tensors, agreed.averages, strict=True):
+            tensor.copy_(average)
+        self.copy_states(agreed.first)
+        self.differ, self.has_local_state = False, not self.averages_optimizer
+        self.end_period()

@@ -21,8 +21,8 @@ from typing_extensions import override
 from hvdtrain.host.poll import wait_until
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.gradients import SerialGradients
+from hvdtrain.sync.meetings import Kept
 from hvdtrain.sync.messages import ANSWER, GRADIENT, WEIGHTS, Answer, Kind, Push, Wire
-from hvdtrain.sync.saved import Kept
 from hvdtrain.sync.slices import Slice
 
 

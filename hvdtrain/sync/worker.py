@@ -16,9 +16,10 @@ from typing_extensions import override
 
 from hvdtrain.plan.cut import Share
 from hvdtrain.plan.marks import Reduction
-from hvdtrain.sync.average import Averager
+from hvdtrain.sync.apart import Averager
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Gradients, SerialGradients
+from hvdtrain.sync.meetings import Kept
 from hvdtrain.sync.messages import (
     ANSWER,
     GRADIENT,
@@ -31,7 +32,6 @@ from hvdtrain.sync.messages import (
     Wire,
 )
 from hvdtrain.sync.replica import Replica
-from hvdtrain.sync.saved import Kept
 from hvdtrain.sync.slices import Slice
 from hvdtrain.sync.states import CopiedStates, States
 

@@ -10,11 +10,11 @@ from typing_extensions import override
 from hvdtrain.errors import UsageError
 from hvdtrain.options.syncrequest import Exact, Local, parse_sync_request
 from hvdtrain.plan.cut import Share
-from hvdtrain.sync.averaging import LocalMeetings
+from hvdtrain.sync.apart import Trained
 from hvdtrain.sync.collectives import Alone
 from hvdtrain.sync.engine import collectives_of
 from hvdtrain.sync.gradients import ExactSums, ReplicatedGradients
-from hvdtrain.sync.local import Trained
+from hvdtrain.sync.local import LocalMeetings
 from hvdtrain.sync.replica import Replica
 from hvdtrain.sync.states import States
 from hvdtrain.torch.agreement import Action, Note

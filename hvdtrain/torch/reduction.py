@@ -18,7 +18,7 @@ from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.engine import collectives_of
 from hvdtrain.sync.gradients import Bucket, Gradients, ReplicatedGradients, Sums
-from hvdtrain.sync.saved import Kept, Shapes
+from hvdtrain.sync.meetings import Kept, Shapes
 from hvdtrain.sync.states import States
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.alike import raise_difference

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.models.component import Component
 from hvdtrain.plan.plan import Plan, replicated
-from hvdtrain.sync.average import Agreed, Averager
+from hvdtrain.sync.apart import Agreed, Averager
 from hvdtrain.sync.diloco import DiLoCoMeetings
 from hvdtrain.world import World
 from tests.mpi.apart import (
@@ -122,7 +122,7 @@ def test_without_weights_in_the_average_the_comparison_fails(
 def test_exact_epochs_come_before_local_ones(world: World) -> None:
     plan = unequal(world.size)
     exact = Trainer(config_of(), plan, components_of("cnn", SIZE), world)
-    switched = Trainer(config_of("post-local:3@1"), plan, components_of("cnn", SIZE), world)
+    switched = Trainer(config_of("local:3@1"), plan, components_of("cnn", SIZE), world)
     epoch = len(EPOCH)
     for ours, theirs in zip(switched.train(0, epoch), exact.train(0, epoch), strict=True):
         assert difference(ours, theirs) == 0

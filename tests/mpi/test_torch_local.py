@@ -87,7 +87,7 @@ def test_all_ranks_leave_out_a_step_whose_gradients_overflow_on_one(world: World
     assert are_equal(world, model)
 
 
-@pytest.mark.parametrize("sync", ["diloco:4", "post-local:4@1", "elastic:2"])
+@pytest.mark.parametrize("sync", ["diloco:4", "local:4@1", "elastic:2"])
 def test_other_methods_are_refused(sync: str) -> None:
     with pytest.raises(UsageError, match="use 'exact' or 'local:H'"):
         distributed.prepare(*_made(), sync=sync)

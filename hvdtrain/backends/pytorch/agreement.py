@@ -22,7 +22,7 @@ from hvdtrain.options.syncrequest import (
 )
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync.averaging import LocalMeetings, PostLocalMeetings
+from hvdtrain.sync.apart import Trained
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.diloco import DiLoCoMeetings
@@ -34,7 +34,7 @@ from hvdtrain.sync.engine import (
     reduction_library,
 )
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
-from hvdtrain.sync.local import LocalGradients, SwitchedGradients, Trained
+from hvdtrain.sync.local import LocalGradients, LocalMeetings, SwitchedGradients
 from hvdtrain.sync.meetings import Meetings, NoMeetings
 from hvdtrain.sync.replica import Replica
 from hvdtrain.sync.sharded import ShardedGradients
@@ -154,10 +154,8 @@ def stage_meetings(
             return DiLoCoMeetings(*common, config.outer_lr, config.outer_momentum)
         case Elastic():
             return ElasticMeetings(*common, config.elastic_rate)
-    local = LocalMeetings(*common, config.average_optimizer)
-    if isinstance(part.gradients, SwitchedGradients):
-        return PostLocalMeetings(local, part.gradients, request.exact_epochs)
-    return local
+    switched = part.gradients if isinstance(part.gradients, SwitchedGradients) else None
+    return LocalMeetings(*common, config.average_optimizer, switched, request.exact_epochs)
 
 
 def _replica(

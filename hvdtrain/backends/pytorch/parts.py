@@ -22,9 +22,9 @@ from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.recompute import recomputed_components
+from hvdtrain.sync.apart import Trained
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
-from hvdtrain.sync.local import Trained
 from hvdtrain.sync.messages import Wire
 from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.sync.server import (

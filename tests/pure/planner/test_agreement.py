@@ -59,7 +59,7 @@ def seconds(question: Question, agreement: Agreement, plan: Plan | None = None) 
         (Agreement(compress="topk:0.01"), 100 * 8),
         (Agreement(compress="powersgd:2"), 800 + 800),
         (Agreement(parse_sync_request("local:4")), 40_008 / 4),
-        (Agreement(parse_sync_request("post-local:4@2")), 40_008 / 4),
+        (Agreement(parse_sync_request("local:4@2")), 40_008 / 4),
         (Agreement(parse_sync_request("local:4"), averaged=(2, 1)), (3 * 40_000 + 12) / 4),
         (Agreement(parse_sync_request("diloco:5")), 40_008 / 5),
     ],
