@@ -9,11 +9,10 @@ from hvdtrain import __version__
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
 from hvdtrain.host.load import Disturbance
-from hvdtrain.study import agreement, comparison, energy, html, latex, plots, target
-from hvdtrain.study.csvfiles import runs_csv, sizes_csv
+from hvdtrain.study import agreement, comparison, forms, plots, target
 from hvdtrain.study.finding import find
-from hvdtrain.study.lawtext import laws_text
-from hvdtrain.study.methods import BIBTEX, methods
+from hvdtrain.study.forms import runs_csv, sizes_csv
+from hvdtrain.study.methods import BIBTEX, energy_section, laws_text, methods
 from hvdtrain.study.options import ReportOptions
 from hvdtrain.study.results import COMPARED_DEFAULTS, Result, machines
 from hvdtrain.study.series import Series, Size, arrange
@@ -67,8 +66,8 @@ def _contents(
     """Return the files of a report but its pictures, which are in the folder."""
     return {
         "report.md": text,
-        "report.html": html.page(text, folder),
-        "tables.tex": latex.tables(all_series),
+        "report.html": forms.page(text, folder),
+        "tables.tex": forms.latex_tables(all_series),
         "runs.csv": runs_csv(results),
         "sizes.csv": sizes_csv(all_series, agreement.counts_shown(results)),
     }
@@ -189,7 +188,7 @@ def _section(series: Series, wanted: ReportOptions) -> str:
     parts += [_table(series), _lost_table(series)]
     parts += _predicted(series)
     accuracy = wanted.to_accuracy or target.expected(series)
-    if (text := energy.section(series, accuracy)) != "":
+    if (text := energy_section(series, accuracy)) != "":
         parts.append(text)
     if accuracy is not None:
         parts.append(target.section(series, accuracy))

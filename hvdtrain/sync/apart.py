@@ -1,4 +1,4 @@
-"""Replicas that train apart: their periods, and their state in checkpoints."""
+"""Replicas that train apart: their state, their averages, and their periods."""
 
 import zlib
 from abc import ABC, abstractmethod

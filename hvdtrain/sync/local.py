@@ -1,4 +1,4 @@
-"""Gradients of replicas that train apart: each updates its weights from its own samples."""
+"""Local SGD: gradients of a replica alone, and averages of weights after every period."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Meetings of replicas that train apart: when replicas agree, if not in every step."""
+"""Meetings of replicas that do not agree in every step, and their state in checkpoints."""
 
 from collections.abc import Mapping
 from typing import Protocol, TypeAlias

@@ -11,7 +11,6 @@ After `loss.backward()` gradients are those of the mean loss over the global bat
 of it each rank has. Everything else of the loop stays as it is.
 """
 
-from hvdtrain.torch.accumulate import accumulate, clip_norm_, weight
 from hvdtrain.torch.checkpoint import load, save
 from hvdtrain.torch.evaluate import evaluate, total
 from hvdtrain.torch.loader import loader
@@ -19,7 +18,7 @@ from hvdtrain.torch.prepare import prepare
 from hvdtrain.torch.sampler import sampler
 from hvdtrain.torch.start import alone, start, stop
 from hvdtrain.torch.state import Rank
-from hvdtrain.torch.steps import steps
+from hvdtrain.torch.steps import accumulate, clip_norm_, steps, weight
 
 __all__ = [
     "Rank",

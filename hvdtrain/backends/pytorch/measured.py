@@ -7,7 +7,7 @@ import torch
 
 from hvdtrain.backends.pytorch.parts import build_model, stage_optimizer
 from hvdtrain.config import TrainConfig
-from hvdtrain.emulate.probes import tools_of
+from hvdtrain.emulate.start import tools_of
 from hvdtrain.emulate.world import exchange_of
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import component_costs

@@ -127,7 +127,7 @@ def _emulated(
     config: TrainConfig, components: list[Component], index: Index, world: World
 ) -> tuple[TrainConfig, list[Component], World]:
     """Return what the run of an emulated machine has in place of these. Collective."""
-    from hvdtrain.backends.pytorch.emulated import emulate  # loads the planner
+    from hvdtrain.emulate.start import emulate  # loads the planner
 
     def plan_of(parts: Sequence[Component]) -> Plan:
         return make_plan(config, parts, index.image_shape[0], index.classes, world.size)

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from hvdtrain.study.disturbed import disturbed
-from hvdtrain.study.series import arrange
+from hvdtrain.study.series import arrange, disturbed
 from tests.pure.study.test_series import a_run
 
 STUDIES = 1000

@@ -1,18 +1,27 @@
-"""The planner's measurements under an emulation: those of the modelled cluster.
+"""The start of an emulated run, and the planner's measurements in it.
 
 Their payload is small, whatever size is measured.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import Index
 from hvdtrain.emulate.device import Flight
-from hvdtrain.emulate.emulation import Emulation
-from hvdtrain.emulate.world import emulation_of
+from hvdtrain.emulate.emulation import Emulation, emulation
+from hvdtrain.emulate.world import emulated, emulation_of
+from hvdtrain.models.component import Component
+from hvdtrain.models.costs import component_costs
+from hvdtrain.options.planrequest import Chosen
+from hvdtrain.parallel.stage import AUTOCAST, DTYPES
+from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.recompute import recomputed_components
 from hvdtrain.planner.probe import Start, Tools, multiplying
 from hvdtrain.world import World
 
@@ -80,3 +89,40 @@ def delayed(emulation: Emulation, start: Start, ranks: Sequence[int]) -> Start:
         return is_over
 
     return begin
+
+
+def emulate(
+    config: TrainConfig,
+    components: Sequence[Component],
+    index: Index,
+    world: World,
+    plan_of: Callable[[Sequence[Component]], Plan],
+) -> tuple[TrainConfig, list[Component], World]:
+    """Return the configuration, components and world of an emulated run. Collective.
+
+    Nothing is evaluated: accuracies would mean nothing.
+
+    Args:
+        plan_of: returns the plan of the run for these components, if none will be chosen.
+
+    Raises:
+        UsageError: if the cluster is not valid, or the plan does not fit.
+    """
+    size, names = index.image_shape[0], [part.name for part in components]
+    costs = component_costs(
+        components,
+        size,
+        classes=index.classes,
+        dtype=DTYPES[config.precision],
+        autocast="cpu" if config.precision in AUTOCAST else None,
+    )
+    recomputed = recomputed_components(config.recompute, names)
+    made = emulation(config, components, costs, recomputed, size, world)
+    if config.emulate_dilation is None:
+        dilation = 0.0
+        if world.rank == 0:
+            is_chosen = isinstance(config.plan_request, Chosen)
+            plan = None if is_chosen else plan_of(made.components)
+            dilation = made.sufficient_dilation(plan)
+        made.clock.dilation = world.broadcast(dilation)
+    return replace(config, eval_every=0, device="cpu"), made.components, emulated(world, made)
