@@ -17,7 +17,7 @@ from tests.late import LateStream
 
 MODULE = ROOT / "hvdtrain" / "device.py"
 # The description of a run's device, which TensorFlow has, too.
-MAY_COMPARE = {MODULE, ROOT / "hvdtrain" / "training" / "session.py"}
+MAY_COMPARE = {MODULE, ROOT / "hvdtrain" / "engine" / "session.py"}
 DEVICE_TYPE = re.compile(r"""\.is_cuda\b|torch\.cuda\.|\b(type|kind) [=!]= ["'](cuda|cpu)["']""")
 WAITS = [
     number
