@@ -1,9 +1,9 @@
 """Control vector of a step: one small non-blocking all-reduce per step, read later.
 
-It is read one step later, or, where the way to agree lets ranks be further ahead of each other, as
-many steps later: always the same number, so that all ranks take a decision at the same step. The
-ranks agree on nothing else inside an epoch. The vector has the requests to stop or to save,
-bad steps, the loss that is logged and the vitals of each rank.
+It is sent `delay` steps after its step, and read `ahead` steps after that: always the same
+numbers, so that all ranks take a decision at the same step. Inside an epoch the ranks agree on
+nothing else, but for comparisons of replicas and norms of gradients. The vector has the requests
+to stop or to save, bad steps, the loss that is logged and the vitals of each rank.
 """
 
 import math

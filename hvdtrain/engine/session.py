@@ -340,7 +340,10 @@ class Session(ABC):
 
     @abstractmethod
     def train(self, step: StepInput) -> PendingStep:
-        """Start one step of all ranks. Collective."""
+        """Start one step of all ranks. Collective.
+
+        See `TorchSession.train` and `KerasSession.train` in `hvdtrain.backends`.
+        """
 
     @abstractmethod
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:

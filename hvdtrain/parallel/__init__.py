@@ -1,1 +1,1 @@
-"""Plans, their schedules, and the runtime that executes them."""
+"""The PyTorch runtime that executes the program of a plan: stages, transfers, updates."""

@@ -1,4 +1,6 @@
-"""Point-to-point transfers of tensors: mpi4py buffer calls on a separate communicator.
+"""Transfers of tensors between stages: mpi4py buffer calls on a separate communicator.
+
+Also the gathers among ranks that synchronised batch norm and the norm of gradients need.
 
 Receipts are posted early and waited for late; sent tensors are kept alive until MPI has sent them.
 Every message is followed by the time at which it was sent, so that the receiver can distinguish

@@ -1,4 +1,4 @@
-"""The state of one step: its input, tensors that later actions need, and its results."""
+"""The state of one step, with its results, and the update of the weights at its end."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from hvdtrain.errors import UsageError
 from hvdtrain.options.nearest import nearest
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")  # `schedule.POLICIES` has their rules
 DEFAULT_SCHEDULE = "1f1b"
 CHUNKS_PER_RANK = 2  # stages per rank of `mp` under the interleaved schedule
 MICROBATCHES_PER_STAGE = 4  # the default: GPipe's rule of thumb

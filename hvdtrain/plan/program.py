@@ -1,4 +1,4 @@
-"""Programs: the actions of one rank with their rows, peers and message tags, and its waits."""
+"""Programs: the actions of one rank with their rows, peers and message tags."""
 
 from collections import Counter
 from collections.abc import Sequence
