@@ -8,7 +8,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, harmless, records
 from hvdtrain.options.deviceoptions import AUTO_PRECISION, FixedPrecision
-from hvdtrain.options.fields import Rule, flag
+from hvdtrain.options.fields import REMOVED, Rule, flag
 
 # A run may resume with other values of these: they decide where, how and how long it runs. In the
 # results of a step they change only rounding, and the samples that local batch norm sees together.
@@ -28,8 +28,6 @@ NEWER_OPTIONS = (  # with their defaults, a run has the folder that older versio
     "deterministic",
 )
 OLDER_DEFAULTS = {"no_decay": "none"}
-# Options of older versions, with the values under which a run is the same in this version.
-REMOVED = {"fragments": 1, "overlap": 0}
 TYPES = get_type_hints(TrainConfig)
 SCALAR = str | int | float | bool | None
 OF_OTHER_VERSIONS = SCALAR | list[SCALAR]
@@ -107,7 +105,7 @@ def differences(
     removed = [
         f"{name} was {old[name]!r}, which this version does not support"
         for name, value in REMOVED.items()
-        if old.get(name, value) != value
+        if value is not None and old.get(name, value) != value
     ]
     return removed + [
         f"{name} was {old[name]!r}, is {current[name]!r}"

@@ -37,6 +37,9 @@ class Rule(Flag):
 
 
 NO_RULE = Rule(0)
+# Options of earlier states, which configurations of runs have: the only value that a run may have
+# to be continued, or None for any.
+REMOVED = {"allow_approximate": None, "fragments": 1, "overlap": 0}
 DEFAULT_EPOCHS = 10
 
 

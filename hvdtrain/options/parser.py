@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from hvdtrain.errors import UsageError
 from hvdtrain.host import harmless
 from hvdtrain.options import helptext, timelimit
-from hvdtrain.options.fields import NO_RULE, Group, Rule
+from hvdtrain.options.fields import NO_RULE, REMOVED, Group, Rule
 from hvdtrain.options.nearest import nearest, unknown_key
 
 Options = TypeVar("Options")
@@ -96,7 +97,15 @@ class Parser(ArgumentParser):
         """Parse a file as jsonargparse does, after checks that it cannot harm the parser."""
         file = Path(path).expanduser()
         text = harmless.read_text(file)
-        self.check_keys(path, harmless.mapping(text, file, "configuration"))
+        values = harmless.mapping(text, file, "configuration")
+        kept = {
+            key: value
+            for key, value in values.items()
+            if key not in REMOVED or REMOVED[key] not in (None, value)
+        }
+        self.check_keys(path, kept)
+        if kept != values:
+            text = yaml.safe_dump(kept, sort_keys=False)
         return self.parse_string(text, str(path), *arguments, **settings)
 
     def check_keys(self, source: object, values: Mapping[Any, Any]) -> None:
@@ -110,6 +119,8 @@ class Parser(ArgumentParser):
         """
         known: dict[str, argparse.Action] = {}
         for action in self._actions:
+            if isinstance(action, _HelpAll):
+                continue
             if action.help != argparse.SUPPRESS and not action.dest.startswith(("help", "print_")):
                 known |= {flag.removeprefix("--"): action for flag in action.option_strings}
         known |= {name.replace("-", "_"): action for name, action in known.items()}

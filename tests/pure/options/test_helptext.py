@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.options import helptext
 from hvdtrain.options.fields import flag
+from hvdtrain.options.parser import Parser, add_config, add_dataclass
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +140,22 @@ def test_every_default_is_written_the_same_way(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert not re.search(r"[^(]default:", page(capsys, *command.split()))
+
+
+def test_a_configuration_of_an_older_state_is_read_if_it_did_not_use_what_is_gone(
+    tmp_path: Path,
+) -> None:
+    """Each job that waited during an upgrade ended with an unknown key."""
+    parser, path = Parser(), tmp_path / "config.yaml"
+    add_config(parser)
+    add_dataclass(parser, TrainConfig)
+    kept = "model: cnn\ndata: d\nallow_approximate: true\nfragments: 1\n"
+    path.write_text(f"{kept}overlap: 0\n")
+    assert parser.parse_args(["--config", str(path)]).model == "cnn"
+    path.write_text(f"{kept}overlap: 2\n")
+    with pytest.raises(UsageError, match="unknown key overlap"):
+        parser.parse_args(["--config", str(path)])
+    path.write_text(f"{kept}help_all: 1\n")
+    with pytest.raises(UsageError, match="unknown key help_all") as raised:
+        parser.parse_args(["--config", str(path)])
+    assert "mean help_all" not in str(raised.value)
