@@ -32,7 +32,7 @@ from hvdtrain.options.fields import about
 from hvdtrain.options.nearest import unknown_key
 from hvdtrain.options.parser import Parser, add_dataclass, select_fields
 from hvdtrain.options.syncoptions import SyncOptions
-from hvdtrain.options.syncrequest import NO_COMPRESSION, NO_SYNC, OPTIONS_OF
+from hvdtrain.options.syncrequest import NO_COMPRESSION, OPTIONS_OF
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
@@ -153,6 +153,9 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Study:
             parsed = parser.parse_object(chosen).as_dict()
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from None
+        is_coded = parsed["sync"] != "exact" and parsed["compress"] != "none"
+        if is_coded and "none" in axes["compress"]:
+            continue  # only exact sums are compressed
         options = select_fields(StudyOptions, parsed)
         varied = [key for key in axes if len(axes[key]) > 1]
         name = "-".join(f"{key}={plain_name(str(chosen[key]))}" for key in varied)
@@ -268,9 +271,7 @@ def _unused(run: TrainConfig, varied: Collection[str]) -> dict[str, Any]:
         for name, kind in OPTIONS_OF.items()
         if "sync" in varied and not isinstance(run.sync_request, kind)
     ]
-    if "sync" in varied and run.sync_request != NO_SYNC:
-        names += ["compress", "compress_after"]
-    elif {"sync", "compress"} & set(varied) and run.compress_request == NO_COMPRESSION:
+    if {"sync", "compress"} & set(varied) and run.compress_request == NO_COMPRESSION:
         names.append("compress_after")
     return {name: DEFAULT_SYNC[name] for name in names}
 

@@ -44,6 +44,18 @@ def test_ways_to_agree_are_combined_and_one_rank_is_the_base_of_all(tmp_path: Pa
     ]
 
 
+def test_no_run_is_named_after_a_compression_that_it_does_not_have(tmp_path: Path) -> None:
+    text = "ranks: [2]\nsync: [exact, 'local:8']\ncompress: [bf16, none]\n"
+    cells = _load(tmp_path, text).cells
+    assert sorted(str(cell.runs[0].run) for cell in cells) == [
+        "runs/sync=exact-compress=bf16-seed=0",
+        "runs/sync=exact-compress=none-seed=0",
+        "runs/sync=local-8-compress=none-seed=0",
+    ]
+    with pytest.raises(UsageError, match="needs the sums of every step"):
+        _load(tmp_path, "ranks: [2]\nsync: [exact, 'local:8']\ncompress: bf16\n")
+
+
 def test_the_order_is_not_that_of_the_file_and_always_the_same(tmp_path: Path) -> None:
     text = "ranks: [1, 2, 3, 4, 5, 6, 7, 8]\n"
     order = [cell.runs[0].ranks for cell in _load(tmp_path, text).cells]

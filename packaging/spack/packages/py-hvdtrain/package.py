@@ -40,7 +40,7 @@ class PyHvdtrain(PythonPackage):
         depends_on("py-psutil@5.9:")
         depends_on("py-pyyaml@6:")
     with default_args(type="run"):
-        depends_on("py-filelock@3.16:")
+        depends_on("py-filelock@3.24:")
         depends_on("py-h5py@3.10:")
         depends_on("py-safetensors@0.5:")
         depends_on("py-ml-dtypes@0.5:")
