@@ -96,6 +96,8 @@ def differences(
 ) -> list[str]:
     """Return how `new` differs from a saved configuration in values that may not change."""
     current, old = asdict(new), DEFAULTS | old | values_of_older_version(old)
+    for values in (current, old):  # its older name
+        values["sync"] = str(values["sync"]).replace("post-local:", "local:")
     if new.weight_decay == 0:
         may_change = may_change | {"no_decay"}
     if new.lr_schedule != "constant" or new.lookahead is not None:
