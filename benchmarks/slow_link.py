@@ -189,7 +189,7 @@ def _job(options: argparse.Namespace, link: Link, method: str, data: Path, run: 
     images = 2 * options.images
     way = "" if method == "exact" else f"--{method}"
     arguments = f"--model {options.model} --threads 1 --batch-size {images}"
-    arguments += " --compress-after 0" if method.startswith("compress") else ""
+    way += ",after=0" if method.startswith("compress") else ""
     arguments += f" --max-steps {options.steps} --log-every 1 --eval-every 0 {way}"
     run = run.with_name(f"{run.name}-{method.replace(' ', '-').replace(':', '-')}")
     before = link.sent_bytes()

@@ -9,6 +9,7 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, harmless, records
 from hvdtrain.options.deviceoptions import AUTO_PRECISION, FixedPrecision
 from hvdtrain.options.fields import REMOVED, Rule, flag
+from hvdtrain.options.syncrequest import folded, parse_compress_request, parse_sync_request
 
 # A run may resume with other values of these: they decide where, how and how long it runs. In the
 # results of a step they change only rounding, and the samples that local batch norm sees together.
@@ -96,8 +97,6 @@ def differences(
 ) -> list[str]:
     """Return how `new` differs from a saved configuration in values that may not change."""
     current, old = asdict(new), DEFAULTS | old | values_of_older_version(old)
-    for values in (current, old):  # its older name
-        values["sync"] = str(values["sync"]).replace("post-local:", "local:")
     if new.weight_decay == 0:
         may_change = may_change | {"no_decay"}
     if new.lr_schedule != "constant" or new.lookahead is not None:
@@ -112,8 +111,19 @@ def differences(
     return removed + [
         f"{name} was {old[name]!r}, is {current[name]!r}"
         for name in current
-        if name not in may_change and name in old and old[name] != current[name]
+        if name not in may_change and name in old and not _is_same(name, old[name], current[name])
     ]
+
+
+def _is_same(name: str, one: Any, other: Any) -> bool:
+    """Return whether two values of an option mean the same."""
+    if one == other or name not in ("sync", "compress"):
+        return bool(one == other)
+    parse: Any = parse_sync_request if name == "sync" else parse_compress_request
+    try:
+        return bool(parse(str(one)) == parse(str(other)))
+    except UsageError:  # of a version that had other ones
+        return False
 
 
 def to_yaml(config: TrainConfig, saved: Path | None = None) -> str:
@@ -172,4 +182,4 @@ def load(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {error.strerror}: restore it") from None
     except ValueError as error:
         raise UsageError(f"{path} is not a configuration ({error}): restore it") from None
-    return saved
+    return folded(saved)

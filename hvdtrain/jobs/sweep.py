@@ -32,7 +32,6 @@ from hvdtrain.options.fields import about
 from hvdtrain.options.nearest import unknown_key
 from hvdtrain.options.parser import Parser, add_dataclass, select_fields
 from hvdtrain.options.syncoptions import SyncOptions
-from hvdtrain.options.syncrequest import NO_COMPRESSION, OPTIONS_OF
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
@@ -241,7 +240,7 @@ def _cell(
     if options.scaling == "weak":
         if run.sync.partition(":")[0] == "server":
             raise UsageError(
-                "scaling: weak multiplies the batch by all ranks, but those of --servers do not "
+                "scaling: weak multiplies the batch by all ranks, but servers do not "
                 "train: use scaling: strong"
             )
         run = replace(run, batch_size=run.batch_size * ranks)
@@ -249,7 +248,6 @@ def _cell(
         if not 0 < options.to_accuracy <= 1:
             raise UsageError(f"to_accuracy must be above 0 to 1, not {options.to_accuracy}")
         run = replace(run, expected=options.to_accuracy)
-    run = replace(run, **_unused(run, varied))
     if ranks == 1:  # which has nobody to agree with
         run = replace(run, plan=None, change_batch_norm=False, **DEFAULT_SYNC)
     if options.ranks_per_node:
@@ -262,18 +260,6 @@ def _cell(
     runs = [replace(run, ranks=ranks, seed=n, run=f"{stem}-seed={n}").check() for n in seeds]
     job.ranks_per_node(run)
     return Cell(tuple(runs), job)
-
-
-def _unused(run: TrainConfig, varied: Collection[str]) -> dict[str, Any]:
-    """Return defaults of the options that only other values of a varied option use."""
-    names = [
-        name
-        for name, kind in OPTIONS_OF.items()
-        if "sync" in varied and not isinstance(run.sync_request, kind)
-    ]
-    if {"sync", "compress"} & set(varied) and run.compress_request == NO_COMPRESSION:
-        names.append("compress_after")
-    return {name: DEFAULT_SYNC[name] for name in names}
 
 
 def sweep(study: Study, folder: str, is_dry: bool) -> Iterator[str]:

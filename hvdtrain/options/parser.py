@@ -17,6 +17,7 @@ from hvdtrain.host import harmless
 from hvdtrain.options import helptext, timelimit
 from hvdtrain.options.fields import NO_RULE, REMOVED, Group, Rule
 from hvdtrain.options.nearest import nearest, unknown_key
+from hvdtrain.options.syncrequest import folded
 
 Options = TypeVar("Options")
 
@@ -100,7 +101,7 @@ class Parser(ArgumentParser):
         values = harmless.mapping(text, file, "configuration")
         kept = {
             key: value
-            for key, value in values.items()
+            for key, value in folded(values).items()
             if key not in REMOVED or REMOVED[key] not in (None, value)
         }
         self.check_keys(path, kept)

@@ -25,62 +25,25 @@ class SyncOptions:
     sync: str = option(
         "exact",
         "exact: sum gradients in every step; local:H: train alone and average weights every H "
-        "steps, local:H@EPOCH: after that many exact epochs; diloco:H: as local, with "
-        "an outer optimizer; elastic:H: drawn to a common centre every H steps; server: the last "
-        "--servers ranks hold the weights and update them with the sum of all gradients; "
-        "server:stale=S: each rank's gradients when they arrive, up to S steps ahead of the "
-        "slowest rank; server:async: without waiting for any",
+        "steps (local:H@EPOCH: after that many exact epochs; local:H,average-optimizer: the "
+        "optimizer's state, too); diloco:H: as local, with an outer optimizer "
+        "(diloco:H,lr=0.7,momentum=0.9); elastic:H: drawn to a common centre every H steps "
+        "(elastic:H,rate=X: by that share of the way instead of 0.9 / replicas); server: the last "
+        "rank (server,servers=N: the last N) holds the weights, updates them with the sum of all "
+        "gradients and does not train; server:stale=S: each rank's gradients when they arrive, up "
+        "to S steps ahead of the slowest rank; server:async: without waiting for any",
         Group.SYNC,
         Rule.ONE_LINE | Rule.TORCH_ONLY,
         "METHOD",
-    )
-    average_optimizer: bool = option(
-        False,
-        "with --sync local: average the optimizer's state, too, instead of keeping each "
-        "replica's own",
-        Group.SYNC,
-        Rule.TORCH_ONLY,
-    )
-    outer_lr: float = option(
-        0.7,
-        "with --sync diloco: learning rate of the outer optimizer",
-        Group.SYNC,
-        Rule.POSITIVE | Rule.TORCH_ONLY,
-    )
-    outer_momentum: float = option(
-        0.9,
-        "with --sync diloco: Nesterov momentum of the outer optimizer",
-        Group.SYNC,
-        Rule.BELOW_ONE | Rule.TORCH_ONLY,
-    )
-    elastic_rate: float | None = option(
-        None,
-        "with --sync elastic: share of the way to the centre",
-        Group.SYNC,
-        Rule.POSITIVE | Rule.TORCH_ONLY,
-        shown_default="0.9 / replicas",
-    )
-    servers: int = option(
-        1,
-        "with --sync server: ranks that hold weights and do not train, the last ones of --ranks; "
-        "--batch-size is divided among the other ranks",
-        Group.SYNC,
-        Rule.POSITIVE | Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
     )
     compress: str = option(
         "none",
         "how gradients travel under --sync exact: none (as they are), fp16, bf16, topk:RATIO (the "
-        "largest values) or powersgd:RANK (low-rank matrices); what is left out is added to the "
-        "next gradients",
+        "largest values) or powersgd:RANK (low-rank matrices), each after 100 exact sums "
+        "(topk:0.01,after=20: after 20); what is left out is added to the next gradients",
         Group.SYNC,
         Rule.ONE_LINE | Rule.TORCH_ONLY,
         "METHOD",
-    )
-    compress_after: int = option(
-        100,
-        "first sums of gradients that --compress leaves exact",
-        Group.SYNC,
-        Rule.NOT_NEGATIVE | Rule.TORCH_ONLY,
     )
     shard_optimizer: bool = option(
         False,
@@ -120,11 +83,12 @@ class SyncOptions:
         Raises:
             UsageError: if none is left to train.
         """
-        if not isinstance(self.sync_request, Server):
+        request = self.sync_request
+        if not isinstance(request, Server):
             return ranks
-        if ranks <= self.servers:
-            raise UsageError(no_worker(self.sync, self.servers, ranks))
-        return ranks - self.servers
+        if ranks <= request.servers:
+            raise UsageError(no_worker(self.sync, request.servers, ranks))
+        return ranks - request.servers
 
     @property
     def compress_request(self) -> CompressRequest:

@@ -1,8 +1,9 @@
 """Parse the texts of `--sync` and `--compress`, and refuse what does not go together with them."""
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.errors import UsageError
@@ -24,24 +25,37 @@ class Local:
 
     Attributes:
         exact_epochs: before that, epochs in which they sum their gradients in every step.
+        averages_optimizer: average the optimizer's state, too; else each replica keeps its own.
     """
 
     period: int
     exact_epochs: int = 0
+    averages_optimizer: bool = False
 
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """Replicas train alone; their average is a gradient for an outer optimizer."""
+    """Replicas train alone; their average is a gradient for an outer optimizer.
+
+    Attributes:
+        lr, momentum: of the outer optimizer, which is SGD with Nesterov momentum.
+    """
 
     period: int
+    lr: float = 0.7
+    momentum: float = 0.9
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """Replicas train alone and are drawn to a common centre after every `period` steps."""
+    """Replicas train alone and are drawn to a common centre after every `period` steps.
+
+    Attributes:
+        rate: share of the way to the centre; None: 0.9 / replicas.
+    """
 
     period: int
+    rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -50,9 +64,12 @@ class Server:
 
     Attributes:
         staleness: how many steps of others a replica's weights may miss; None: any number.
+        servers: ranks that hold weights and do not train, the last ones. A run may resume with
+            another number of them.
     """
 
     staleness: int | None = 0
+    servers: int = field(default=1, compare=False)
 
     @property
     def steps_ahead(self) -> int:
@@ -70,9 +87,14 @@ class NoCompression:
 
 @dataclass(frozen=True)
 class Half:
-    """Gradients travel in 16 bits: "fp16" or "bf16"."""
+    """Gradients travel in 16 bits: "fp16" or "bf16".
+
+    Attributes:
+        after: first sums of gradients that stay exact, here and below.
+    """
 
     dtype: str
+    after: int = 100
 
 
 @dataclass(frozen=True)
@@ -80,6 +102,7 @@ class TopK:
     """Gradients travel as the share `ratio` of their values, the largest ones."""
 
     ratio: float
+    after: int = 100
 
 
 @dataclass(frozen=True)
@@ -87,6 +110,7 @@ class PowerSGD:
     """Matrices travel as products of two of rank `rank`."""
 
     rank: int
+    after: int = 100
 
 
 CompressRequest = NoCompression | Half | TopK | PowerSGD
@@ -100,56 +124,81 @@ NO_HIERARCHY = (
     "block: use --reduce-with horovod (hvdtrain setup installs it), or another --allreduce"
 )
 NO_SYNC, NO_COMPRESSION = Exact(), NoCompression()
-# The options that only some ways to agree have, with the request that they belong to.
-OPTIONS_OF: Mapping[str, type[SyncRequest]] = {
-    "outer_lr": DiLoCo,
-    "outer_momentum": DiLoCo,
-    "elastic_rate": Elastic,
-    "average_optimizer": Local,
-    "servers": Server,
+_NUMBER = r"\d{1,9}(?:\.\d{1,20})?(?:e-?\d{1,3})?"
+# What may follow a method after a comma: the words of its range, and the range itself.
+_RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    "lr": ("above 0", lambda value: 0 < value < math.inf),
+    "momentum": ("0 or more and below 1", lambda value: 0 <= value < 1),
+    "rate": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "servers": ("a whole number above 0", lambda value: value >= 1 and value % 1 == 0),
+    "after": ("a whole number", lambda value: value % 1 == 0),
 }
-NAMES: Mapping[type[SyncRequest], str] = {
-    DiLoCo: "--sync diloco:H",
-    Elastic: "--sync elastic:H",
-    Local: "--sync local:H",
-    Server: "--sync server",
-}
+AVERAGE = "average-optimizer"
+
+
+def _settings(option: str, text: str, allowed: Sequence[str]) -> dict[str, float]:
+    """Return what follows the method in `METHOD,name=value,...`.
+
+    Raises:
+        UsageError: for a name that the method does not have, or a value out of its range.
+    """
+    given: dict[str, float] = {}
+    for word in text.split(",")[1:]:
+        name, _, value = word.partition("=")
+        if name not in allowed or name in given or (name == AVERAGE) != (word == AVERAGE):
+            forms = " and ".join(item if item == AVERAGE else f"{item}=X" for item in allowed)
+            raise UsageError(
+                f"{option} {text} is not known: {word!r} is none of what it takes after a comma, "
+                f"{forms or 'which is nothing'}"
+            )
+        number = 1.0 if name == AVERAGE else math.nan
+        if re.fullmatch(_NUMBER, value):
+            number = float(value)
+        if name != AVERAGE and not _RANGES[name][1](number):
+            raise UsageError(f"{option} {text}: {name} must be {_RANGES[name][0]}, not {value!r}")
+        given[name] = number
+    return given
 
 
 def parse_sync_request(text: str) -> SyncRequest:
     """Return what a value of `--sync` requests.
 
     Raises:
-        UsageError: if it is not one of the forms.
+        UsageError: if it is not one of the forms, or a number is out of range.
     """
-    if text == "exact":
+    method = text.partition(",")[0].removeprefix("post-")  # post-local: an older name
+    match = re.fullmatch(r"(local|diloco|elastic):(\d{1,9})(?:@(\d{1,6}))?", method)
+    if method == "exact":
+        _settings("--sync", text, ())
         return NO_SYNC
-    if text.partition(":")[0] == "server":
-        return _server(text)
-    if text.startswith("post-local:"):  # its older name, in configurations of runs
-        text = text.removeprefix("post-")
-    match = re.fullmatch(r"(local|diloco|elastic):(\d{1,9})(?:@(\d{1,6}))?", text)
+    if method.partition(":")[0] == "server":
+        staleness = _staleness(method)
+        servers = _settings("--sync", text, ("servers",)).get("servers", 1)
+        return Server(staleness, int(servers))
     if match is None or not int(match[2]) or (match[3] and match[1] != "local"):
         raise UsageError(
             f"--sync {text} is not known: use {SYNC_FORMS}, such as local:8 or local:8@2"
         )
     period = int(match[2])
     if match[1] == "local":
-        return Local(period, int(match[3] or 0))
-    return DiLoCo(period) if match[1] == "diloco" else Elastic(period)
+        averages = AVERAGE in _settings("--sync", text, (AVERAGE,))
+        return Local(period, int(match[3] or 0), averages)
+    if match[1] == "diloco":
+        return DiLoCo(period, **_settings("--sync", text, ("lr", "momentum")))
+    return Elastic(period, **_settings("--sync", text, ("rate",)))
 
 
-def _server(text: str) -> Server:
-    if text == "server:async":
-        return Server(None)
-    match = re.fullmatch(r"server(?::stale=(\d{1,6}))?", text)
+def _staleness(method: str) -> int | None:
+    if method == "server:async":
+        return None
+    match = re.fullmatch(r"server(?::stale=(\d{1,6}))?", method)
     staleness = int(match[1] or 0) if match else 0
     if match is None or staleness >= MOST_STEPS_AHEAD:
         raise UsageError(
-            f"--sync {text} is not known: use server, server:async or server:stale=S with S from "
-            f"0 to {MOST_STEPS_AHEAD - 1}, such as server:stale=2"
+            f"--sync {method} is not known: use server, server:async or server:stale=S with S "
+            f"from 0 to {MOST_STEPS_AHEAD - 1}, such as server:stale=2"
         )
-    return Server(staleness)
+    return staleness
 
 
 def parse_compress_request(text: str, option: str = "--compress") -> CompressRequest:
@@ -159,20 +208,50 @@ def parse_compress_request(text: str, option: str = "--compress") -> CompressReq
         option: its name in the error.
 
     Raises:
-        UsageError: if it is not one of the forms, or its number is out of range.
+        UsageError: if it is not one of the forms, or a number is out of range.
     """
-    if text == "none":
-        return NO_COMPRESSION
-    if text in ("fp16", "bf16"):
-        return Half(text)
-    match = re.fullmatch(r"(topk|powersgd):(\d+(?:\.\d+)?(?:e-?\d+)?)", text)
-    if match and match[1] == "topk" and 0 < float(match[2]) <= 1:
-        return TopK(float(match[2]))
-    if match and match[1] == "powersgd" and match[2].isdigit() and 0 < int(match[2]) < 10**6:
-        return PowerSGD(int(match[2]))
-    raise UsageError(
-        f"{option} {text} is not known: use {COMPRESS_FORMS}, such as topk:0.01 or powersgd:2"
+    method, _, number = text.partition(",")[0].partition(":")
+    is_number = bool(re.fullmatch(_NUMBER, number))
+    is_known = (
+        (method in ("none", "fp16", "bf16") and text.partition(",")[0] == method)
+        or (method == "topk" and is_number and 0 < float(number) <= 1)
+        or (method == "powersgd" and number.isdigit() and 0 < int(number) < 10**6)
     )
+    if not is_known:
+        raise UsageError(
+            f"{option} {text} is not known: use {COMPRESS_FORMS}, such as topk:0.01 or powersgd:2"
+        )
+    settings = _settings(option, text, () if method == "none" else ("after",))
+    after = int(settings.get("after", 100))
+    if method == "none":
+        return NO_COMPRESSION
+    if method == "topk":
+        return TopK(float(number), after)
+    return PowerSGD(int(number), after) if method == "powersgd" else Half(method, after)
+
+
+# By option of earlier states: the default, and how it is written in another option now.
+FOLDED: Mapping[str, tuple[Any, str, str]] = {
+    "average_optimizer": (False, "sync", AVERAGE),
+    "outer_lr": (0.7, "sync", "lr={}"),
+    "outer_momentum": (0.9, "sync", "momentum={}"),
+    "elastic_rate": (None, "sync", "rate={}"),
+    "servers": (1, "sync", "servers={}"),
+    "compress_after": (100, "compress", "after={}"),
+}
+
+
+def folded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration, with options of earlier states in the words of today.
+
+    Args:
+        values: by name, as `--config` has them.
+    """
+    kept = {name: value for name, value in values.items() if name not in FOLDED}
+    for name, (default, owner, form) in FOLDED.items():
+        if name in values and values[name] != default and isinstance(kept.get(owner), str):
+            kept[owner] += "," + form.format(values[name])
+    return kept
 
 
 def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -186,14 +265,9 @@ def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """
     request = parse_sync_request(values["sync"])
     compression = parse_compress_request(values["compress"])
-    for name, kind in OPTIONS_OF.items():
-        if values[name] != defaults[name] and not isinstance(request, kind):
-            raise UsageError(f"{flag(name)} needs {NAMES[kind]}: add it, or leave this out")
     if isinstance(request, Server):
         check_servers(values)
     is_compressed = compression != NO_COMPRESSION
-    if values["compress_after"] != defaults["compress_after"] and not is_compressed:
-        raise UsageError("--compress-after needs --compress METHOD: add it, or leave this out")
     if is_compressed and request != NO_SYNC:
         raise UsageError(
             f"--compress {values['compress']} needs the sums of every step, which --sync "
@@ -273,10 +347,6 @@ def _check_apart(values: Mapping[str, Any], request: SyncRequest) -> None:
             f"--batch-norm sync needs all replicas in every step, which {sync} lets train apart: "
             "use --batch-norm local"
         )
-    if isinstance(request, Elastic) and (values["elastic_rate"] or 0.0) > 1:
-        raise UsageError(
-            f"--elastic-rate {values['elastic_rate']:g} goes beyond the centre: use at most 1"
-        )
 
 
 # By option: its value without effect, and why another one cannot be used.
@@ -315,12 +385,14 @@ def check_servers(values: Mapping[str, Any]) -> None:
             f"--plan {values['plan']} is not supported with {sync}, whose workers hold the whole "
             "model: use --plan dp"
         )
-    servers, ranks, fewest = values["servers"], values["ranks"], values["min_ranks"]
+    request = parse_sync_request(values["sync"])
+    assert isinstance(request, Server)
+    servers, ranks, fewest = request.servers, values["ranks"], values["min_ranks"]
     if ranks is not None and ranks <= servers:
         raise UsageError(no_worker(values["sync"], servers, ranks))
     if fewest is not None and fewest <= servers:
         raise UsageError(
-            f"--min-ranks {fewest} leaves no rank to train beside --servers {servers}: give at "
+            f"--min-ranks {fewest} leaves no rank to train beside {servers} servers: give at "
             f"least --min-ranks {servers + 1}"
         )
 
@@ -328,6 +400,6 @@ def check_servers(values: Mapping[str, Any]) -> None:
 def no_worker(sync: str, servers: int, ranks: int) -> str:
     """Return the message about ranks that are all servers."""
     return (
-        f"--sync {sync} with --servers {servers} leaves none of {ranks} rank(s) to train: use at "
+        f"--sync {sync} with {servers} server(s) leaves none of {ranks} rank(s) to train: use at "
         f"least --ranks {servers + 1}"
     )

@@ -125,7 +125,7 @@ def typical_coding(
 def agreement_of(config: "TrainConfig") -> Agreement:
     """Return how the replicas of a run agree."""
     request = config.sync_request
-    if not isinstance(request, Local) or not config.average_optimizer:
+    if not isinstance(request, Local) or not request.averages_optimizer:
         averaged = (0, 0)
     elif config.optimizer in ("sgd", "sgdw"):
         averaged = (int(config.momentum > 0), 0)

@@ -6,6 +6,7 @@ step, too. Nothing travels: the replicas are imagined to send the same.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.device import now
-from hvdtrain.options.syncrequest import parse_compress_request
+from hvdtrain.options.syncrequest import NoCompression, parse_compress_request
 from hvdtrain.planner.agreement import FREE, Coding
 from hvdtrain.planner.chain import repeated
 from hvdtrain.sync.collectives import Collectives
@@ -97,7 +98,10 @@ def coding_of(
         return FREE
     bucket = make_bucket("gradients", parameters, [])
     operations: Collectives = collectives
-    sums = make_sums(parse_compress_request(method), 0, operations)
+    request = parse_compress_request(method)
+    if not isinstance(request, NoCompression):
+        request = replace(request, after=0)
+    sums = make_sums(request, operations)
     sums.attach([bucket])
     device = bucket.flat.device
 

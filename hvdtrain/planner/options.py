@@ -42,7 +42,6 @@ class PlanConfig(ModelInConfig):
     batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")
     recompute: str | None = field_of_train("recompute")
     sync: str = field_of_train("sync")
-    average_optimizer: bool = field_of_train("average_optimizer")
     compress: str = field_of_train("compress")
     image_size: int = field(default=32, metadata=about("height and width of the images"))
     classes: int = field(default=10, metadata=about("classes"))

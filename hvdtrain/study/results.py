@@ -271,7 +271,7 @@ def _energy(summary: Summary) -> dict[str, float]:
 
 def _agreement(config: dict[str, Any]) -> str:
     """Return the value of --sync, and all other options of agreement that are not defaults."""
-    words = [str(config.get("sync", EXACT))]
+    words = [str(config.get("sync", EXACT)).replace(",", ", ")]
     for item in fields(SyncOptions):
         value = config.get(item.name, item.default)
         if item.name != "sync" and value != item.default:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvdtrain.options import syncrequest
-from hvdtrain.options.syncrequest import NO_COMPRESSION, CompressRequest
+from hvdtrain.options.syncrequest import CompressRequest
 from hvdtrain.plan.traffic import largest_count, padded
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import ExactSums, Sums
@@ -18,25 +18,24 @@ from hvdtrain.sync.residuals import CompressedSums, Residual
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def make_sums(request: CompressRequest, after: int, collectives: Collectives) -> Sums:
+def make_sums(request: CompressRequest, collectives: Collectives) -> Sums:
     """Return the sums that a value of `--compress` requests.
 
     A single replica sends nothing, and therefore compresses nothing.
 
     Args:
-        after: first steps, whose sums are exact.
         collectives: among the replicas.
     """
-    if request == NO_COMPRESSION:
+    if isinstance(request, syncrequest.NoCompression):
         return ExactSums(collectives)
     if collectives.size == 1:
-        return SingleSums(collectives, after)
+        return SingleSums(collectives, request.after)
     match request:
-        case syncrequest.Half(dtype):
+        case syncrequest.Half(dtype, after):
             return HalfSums(DTYPES[dtype], collectives, after)
-        case syncrequest.TopK(ratio):
+        case syncrequest.TopK(ratio, after):
             return TopKSums(ratio, collectives, after)
-        case syncrequest.PowerSGD(rank):
+        case syncrequest.PowerSGD(rank, after):
             return PowerSums(rank, collectives, after)
     raise AssertionError(f"{request} is not known")
 

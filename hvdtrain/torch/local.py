@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hvdtrain.errors import UsageError
-from hvdtrain.options.syncrequest import Exact, Local, parse_sync_request
+from hvdtrain.options.syncrequest import CompressRequest, Exact, Local, parse_sync_request
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.apart import Trained
 from hvdtrain.sync.collectives import Alone
@@ -20,7 +20,6 @@ from hvdtrain.sync.states import States
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.reduction import (
     COMPILED,
-    Compression,
     Key,
     MadeBy,
     Reduction,
@@ -180,7 +179,7 @@ def period_of(sync: str, optimizers: Sequence[torch.optim.Optimizer]) -> int | N
     request = parse_sync_request(sync)
     if isinstance(request, Exact):
         return None
-    if not isinstance(request, Local) or request.exact_epochs:
+    if not isinstance(request, Local) or request != Local(request.period):
         raise UsageError(f"prepare does not support sync={sync!r}: use 'exact' or 'local:H'")
     if len(optimizers) > 1:
         raise UsageError(f"sync={sync!r} supports one optimizer: prepare each model with its own")
@@ -191,7 +190,7 @@ def reduction_kind(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     period: int | None,
-    compression: Compression,
+    compression: CompressRequest,
     ranks: int,
 ) -> MadeBy:
     """Return what makes the sums of a model: those of every step if `period` is None."""

@@ -14,7 +14,11 @@ from hvdtrain.device import check_horovod_on, is_gpu
 from hvdtrain.errors import UsageError
 from hvdtrain.models import extrastate
 from hvdtrain.models.component import is_dense
-from hvdtrain.options.syncrequest import NO_COMPRESSION, parse_compress_request
+from hvdtrain.options.syncrequest import (
+    NO_COMPRESSION,
+    CompressRequest,
+    parse_compress_request,
+)
 from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.sync.engine import open_group
 from hvdtrain.torch import state as states
@@ -22,7 +26,7 @@ from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.alike import check_alike, settings
 from hvdtrain.torch.gradients import Replica
 from hvdtrain.torch.local import period_of, reduction_kind
-from hvdtrain.torch.reduction import Compression, MadeBy, check_dtype, trainable_bytes
+from hvdtrain.torch.reduction import MadeBy, check_dtype, trainable_bytes
 from hvdtrain.torch.start import leave_together_at_exit
 from hvdtrain.torch.state import State
 
@@ -36,7 +40,6 @@ def prepare(
     optimizer: Kind,
     *,
     compress: str = "none",
-    compress_after: int = 100,
     sync: str = "exact",
 ) -> tuple[Model, Kind]: ...
 @overload
@@ -45,7 +48,6 @@ def prepare(
     optimizer: Optimizer,
     *more: Optimizer,
     compress: str = "none",
-    compress_after: int = 100,
     sync: str = "exact",
 ) -> tuple[Any, ...]: ...
 
@@ -55,7 +57,6 @@ def prepare(
     optimizer: Any,
     *more: Any,
     compress: str = "none",
-    compress_after: int = 100,
     sync: str = "exact",
 ) -> tuple[Any, ...]:
     """Make a model the same on all ranks, and have its gradients averaged during backward.
@@ -79,8 +80,8 @@ def prepare(
         more: other optimizers, each of other parameters of the model.
         compress: what travels between ranks, as `hvdtrain train --compress`: none, fp16, bf16,
             topk:RATIO or powersgd:RANK. What is left out is added to the next gradients, so keep
-            the scale of a GradScaler constant. Parameters in fp16 are not compressed.
-        compress_after: first averaged gradients that are exact.
+            the scale of a GradScaler constant. Parameters in fp16 are not compressed. The first
+            100 averaged gradients are exact, with "fp16,after=N" the first N.
         sync: "exact" or "local:H", with one optimizer and without `compress`.
 
     Raises:
@@ -90,8 +91,9 @@ def prepare(
     state = states.current()
     optimizers = [optimizer, *more]
     _check(model, optimizers)
-    period, compression = period_of(sync, optimizers), _compression(compress, compress_after)
-    if period is not None and compression.request != NO_COMPRESSION:
+    period = period_of(sync, optimizers)
+    compression = parse_compress_request(compress, "compress")
+    if period is not None and compression != NO_COMPRESSION:
         raise UsageError(
             f"compress={compress!r} needs the sums of every step, which sync={sync!r} does not "
             "have: use sync='exact', or leave compress out"
@@ -114,17 +116,6 @@ def prepare(
     made_by = reduction_kind(model, optimizer, period, compression, state.place.size)
     _add(model, optimizers, state, made_by)
     return model, *optimizers
-
-
-def _compression(compress: str, after: int) -> Compression:
-    """Return the compression that a call of `prepare` requests.
-
-    Raises:
-        UsageError: if it is not known, or out of range.
-    """
-    if after < 0:
-        raise UsageError(f"compress_after {after} is negative: give 0 or more steps")
-    return Compression(parse_compress_request(compress, "compress"), after)
 
 
 def _add(model: nn.Module, optimizers: Sequence[Optimizer], state: State, made_by: MadeBy) -> None:
@@ -194,7 +185,7 @@ def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def facts(
-    model: nn.Module, optimizers: Sequence[Optimizer], compression: Compression
+    model: nn.Module, optimizers: Sequence[Optimizer], compression: CompressRequest
 ) -> dict[str, dict[str, str]]:
     """Return what has to be the same on all ranks, in words, by kind and name."""
     tensors = {
@@ -203,7 +194,7 @@ def facts(
     }
     tensors |= {name: _form(value) for name, value in model.named_buffers()}
     names = {id(value): name for name, value in model.named_parameters()}
-    compressed = {"compress": str(compression.request), "compress_after": str(compression.after)}
+    compressed = {"compress": str(compression)}
     return {"model": tensors, "optimizer": settings(optimizers, names), "compression": compressed}
 
 

@@ -1,7 +1,6 @@
 """The sums of a prepared model over the ranks: gradients, running statistics and other buffers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,18 +28,6 @@ Key = tuple[nn.Module, str]
 Group = tuple[torch.dtype, torch.device]
 
 
-@dataclass(frozen=True)
-class Compression:
-    """The compression that a call of `prepare` requests.
-
-    Attributes:
-        after: first steps, whose gradients are exact.
-    """
-
-    request: CompressRequest = NO_COMPRESSION
-    after: int = 0
-
-
 class Reduction(Kept):
     """The flat buckets of a model, one set per dtype and device, and its buffers.
 
@@ -63,7 +50,7 @@ class Reduction(Kept):
         parameters: Mapping[str, nn.Parameter],
         others: Mapping[str, Key],
         state: State,
-        compression: Compression = Compression(),
+        compression: CompressRequest = NO_COMPRESSION,
     ) -> None:
         self.number, self.state, self.compression = number, state, compression
         self.parameters, self.others = dict(parameters), dict(others)
@@ -86,7 +73,7 @@ class Reduction(Kept):
         """Return once every gradient is the sum over all ranks."""
         for group in self.groups:
             group.finish()
-        if self.compression.request == NO_COMPRESSION:
+        if self.compression == NO_COMPRESSION:
             return
         # A GradScaler leaves out a step with infinities.
         if all(group.are_finite() for group in self.groups):
@@ -126,8 +113,8 @@ class Reduction(Kept):
             everybody = tuple(range(place.size))
             collectives = collectives_of(self.state.engine, everybody, place.rank, name)
         is_whole = not parameters or any(v.dtype == torch.float16 for v in parameters.values())
-        request = NO_COMPRESSION if is_whole else self.compression.request
-        sums = WeightedSums(make_sums(request, self.compression.after, collectives), self)
+        request = NO_COMPRESSION if is_whole else self.compression
+        sums = WeightedSums(make_sums(request, collectives), self)
         gradients = ReplicatedGradients(parameters, statistics, states, collectives, sums)
         self.groups.append(gradients)
 

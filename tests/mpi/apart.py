@@ -11,6 +11,7 @@ from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.check.plan import local_batch, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component, tensor_shapes
+from hvdtrain.options.syncrequest import DiLoCo, Elastic
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Step
 from hvdtrain.plan.cut import cut
@@ -165,7 +166,7 @@ class Replicas:
     def __init__(self, config: TrainConfig, plan: Plan, components: list[Component]) -> None:
         self.config, self.plan, self.count = config, plan, len(plan.stages[0].ranks)
         self.alone = replicated(names(components), 1, 1, None)
-        exact = replace(config, sync="exact", average_optimizer=False)
+        exact = replace(config, sync="exact")
         self.runtimes = [
             runtime_of(exact, self.alone, components, SIZE, ALONE) for _ in range(self.count)
         ]
@@ -226,7 +227,9 @@ def simulated_local(replicas: Replicas, period: int, steps: int) -> History:
 
 
 def simulated_elastic(replicas: Replicas, period: int, steps: int) -> History:
-    rate = replicas.config.elastic_rate or 0.9 / replicas.count
+    request = replicas.config.sync_request
+    assert isinstance(request, Elastic)
+    rate = request.rate or 0.9 / replicas.count
     centre = replicas.weights()[0]
     history, since = [], 0
     ranks = range(replicas.count)
@@ -258,11 +261,13 @@ def simulated_diloco(replicas: Replicas, period: int, steps: int) -> History:
     """Return the history with torch's own optimizer for the outer steps."""
     config = replicas.config
     start = {name: torch.tensor(replicas.value(0, name).copy()) for name in replicas.names}
+    request = config.sync_request
+    assert isinstance(request, DiLoCo)
     outer = torch.optim.SGD(
         list(start.values()),
-        config.outer_lr,
-        config.outer_momentum,
-        nesterov=config.outer_momentum > 0,
+        request.lr,
+        request.momentum,
+        nesterov=request.momentum > 0,
     )
     history = []
 
@@ -294,7 +299,7 @@ METHODS: dict[str, tuple[Callable[[Replicas, int, int], History], str, dict[str,
     "local": (simulated_local, "local:2", {}),
     "local, adam": (simulated_local, "local:3", {"optimizer": "adam", "lr": 0.003}),
     "elastic": (simulated_elastic, "elastic:2", {}),
-    "elastic, rate 0.3": (simulated_elastic, "elastic:5", {"elastic_rate": 0.3}),
+    "elastic, rate 0.3": (simulated_elastic, "elastic:5,rate=0.3", {}),
     "diloco": (simulated_diloco, "diloco:2", {}),
     "diloco, adamw": (simulated_diloco, "diloco:3", {"optimizer": "adamw", "lr": 0.003}),
 }

@@ -21,6 +21,11 @@ METHODS = ("fp16", "bf16", "topk:0.1", "powersgd:2")
 Change = Callable[[dict[str, Tensor], int], object]  # of a replica's gradients in a step
 
 
+def starting(method: str, after: int) -> str:
+    """Return a value of `--compress` that leaves the first sums exact."""
+    return method if method == "none" else f"{method},after={after}"
+
+
 class Layers(nn.Module):
     """Weights of odd shapes in several memory orders, and a batch norm."""
 
@@ -55,8 +60,8 @@ class Replica:
         self.named = dict(model.named_parameters())
         self.statistics = {f"norm.{name}": value for name, value in model.norm.named_buffers()}
         self.collectives = collectives_of(world)
-        request = parse_compress_request(method)
-        self.sums = sums(self.collectives) if sums else make_sums(request, after, self.collectives)
+        request = parse_compress_request(starting(method, after))
+        self.sums = sums(self.collectives) if sums else make_sums(request, self.collectives)
         self.gradients = ReplicatedGradients(
             self.named,
             self.statistics,

@@ -28,8 +28,9 @@ def simulated(method: str, ranks: int) -> History:
     """Return the weights of each replica after each step, and after each epoch."""
     simulate, sync, options = METHODS[method]
     components = components_of("cnn", SIZE)
-    replicas = Replicas(config_of(sync, **options), unequal(ranks), components)
-    return simulate(replicas, int(sync[-1]), STEPS)
+    config = config_of(sync, **options)
+    period = config.sync_request.period  # type: ignore[union-attr] # of a way to train apart
+    return simulate(Replicas(config, unequal(ranks), components), period, STEPS)
 
 
 def main() -> None:

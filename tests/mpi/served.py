@@ -63,8 +63,10 @@ def trained(
     """Return the weights after some steps and a meeting; checks that all ranks agree on them."""
     plan = workers(world, servers, model, options.pop("last", 1))
     sizes = options.pop("sizes", EPOCH)
-    more = {"servers": servers} if sync != "exact" else {"reduce_with": "mpi"}
-    config = config_of(sync, model, **more, **options)
+    if sync == "exact":
+        config = config_of(model=model, reduce_with="mpi", **options)
+    else:
+        config = config_of(f"{sync},servers={servers}", model, **options)
     trainer = Served(config, plan, components_of(model, SIZE), world, sizes)
     trainer.train(0, steps)
     trainer.meet()

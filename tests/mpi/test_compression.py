@@ -22,6 +22,7 @@ from tests.mpi.compression import (
     Replica,
     assert_equal_everywhere,
     distance,
+    starting,
     total,
 )
 from tests.mpi.plans import PLANS
@@ -247,9 +248,7 @@ def test_models_train_with_compressed_sums(world: World, monkeypatch: pytest.Mon
     weights = {}
     for method in ("none", "topk:1", "powersgd:1000", "bf16"):
         settings: dict[str, Any] = {"precision": "fp64", "batch_size": 13, "lr": 0.1, "seed": 3}
-        config = TrainConfig(
-            model="resnet", data="", compress=method, compress_after=1, **settings
-        )
+        config = TrainConfig(model="resnet", data="", compress=starting(method, 1), **settings)
         runtime = runtime_of(config, plan, components, 8, world)
         for number in range(3):
             run_step(runtime, plan, world, 8, 13, number)
@@ -263,7 +262,7 @@ def test_models_train_with_compressed_sums(world: World, monkeypatch: pytest.Mon
 def test_a_skipped_step_changes_neither_weights_nor_residuals(world: World) -> None:
     components = components_of("cnn", 16)
     plan = PLANS[world.size]["dp"](names(components))
-    settings: dict[str, Any] = {"compress": "topk:0.1", "compress_after": 0, "batch_size": 13}
+    settings: dict[str, Any] = {"compress": "topk:0.1,after=0", "batch_size": 13}
     config = TrainConfig(model="cnn", data="", on_bad_step="skip", **settings)
     runtime = runtime_of(config, plan, components, 16, world)
     (part,) = runtime.parts.values()

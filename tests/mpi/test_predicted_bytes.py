@@ -28,8 +28,8 @@ WAYS: list[dict[str, Any]] = [
     {"compress": "powersgd:2"},
     {"compress": "powersgd:7"},
     {"sync": "local:2"},
-    {"sync": "local:2", "average_optimizer": True},
-    {"sync": "local:1", "average_optimizer": True, "optimizer": "sgd"},
+    {"sync": "local:2,average-optimizer"},
+    {"sync": "local:1,average-optimizer", "optimizer": "sgd"},
     {"sync": "elastic:2"},
     {"sync": "diloco:3"},
 ]
@@ -47,7 +47,7 @@ def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 def config_of(way: dict[str, Any]) -> TrainConfig:
     settings: dict[str, Any] = {"batch_size": 13, "lr": 0.01}
     if "compress" in way:
-        settings["compress_after"] = 0
+        way = way | {"compress": f"{way['compress']},after=0"}
     return TrainConfig(model="resnet", data="", **settings, **way).check()
 
 

@@ -96,7 +96,7 @@ def expected_bytes(parameters: Mapping[str, nn.Parameter]) -> int:
 
 def test_gradients_and_weights_are_sent_once_per_worker_and_step(world: World) -> None:
     servers = min(2, world.size - 1)
-    config = config_of("server", servers=servers)
+    config = config_of(f"server,servers={servers}")
     components = components_of("cnn", SIZE)
     trainer = Served(config, workers(world, servers), components, world, (13,))
     trainer.train(0, 3)
@@ -115,7 +115,10 @@ def test_a_run_resumes_with_and_without_servers(
 ) -> None:
     components, servers = components_of("cnn", SIZE), min(2, world.size - 1)
     whole = Served(
-        config_of("server", servers=servers, **options), workers(world, servers), components, world
+        config_of(f"server,servers={servers}", **options),
+        workers(world, servers),
+        components,
+        world,
     )
     whole.train(0, stop)
     arrays = whole.share()
@@ -177,9 +180,9 @@ def test_more_servers_than_parameters_are_refused(world: World) -> None:
         return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE * SIZE, CLASSES, bias=False))
 
     plan = Plan((Stage(("layer",), (0,), (1,)),))
-    config = config_of("server", servers=world.size - 1)
+    config = config_of(f"server,servers={world.size - 1}")
     if world.size == 2:
         Served(config, plan, [Component("layer", build)], world).train(0, 2)
         return
-    with pytest.raises(UsageError, match="use at most --servers 1"):
+    with pytest.raises(UsageError, match="use at most servers=1"):
         Served(config, plan, [Component("layer", build)], world)

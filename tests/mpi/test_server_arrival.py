@@ -58,7 +58,7 @@ def replayed(config: TrainConfig, plan: Plan, taken: Taken) -> Weights:
     """Return the parameters after updates in this order, computed by one process."""
     components = components_of(config.model, SIZE)
     alone = replicated(names(components), 1, 2, None)
-    exact = replace(config, sync="exact", servers=1)
+    exact = replace(config, sync="exact")
     runtime = runtime_of(exact, alone, components, SIZE, ALONE)
     runtime.observer.close()
     part = runtime.parts[0]

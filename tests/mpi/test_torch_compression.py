@@ -14,6 +14,7 @@ from hvdtrain import torch as distributed
 from hvdtrain.errors import UsageError
 from hvdtrain.torch import state
 from hvdtrain.world import World
+from tests.mpi.compression import starting
 from tests.mpi.loops import (
     BATCH,
     BOUND,
@@ -36,7 +37,7 @@ def test_a_loop_with_compressed_gradients(
     monkeypatch: pytest.MonkeyPatch, compress: str, is_exact: bool
 ) -> None:
     """Accumulated gradients in uneven batches, with a GradScaler; all values, or a tenth."""
-    prepare = partial(distributed.prepare, compress=compress, compress_after=1)
+    prepare = partial(distributed.prepare, compress=starting(compress, 1))
     monkeypatch.setattr(distributed, "prepare", prepare)
     case = Case(backwards=2, scaler=True)
     difference = worst(together(case, seed=5), serial(case, seed=5))
@@ -49,7 +50,7 @@ def train(folder: Path, most: int, compress: str) -> list[Tensor]:
     distributed.start(device="cpu")
     model: Any = Net()
     made = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    model, optimizer = distributed.prepare(model, made, compress=compress, compress_after=1)
+    model, optimizer = distributed.prepare(model, made, compress=starting(compress, 1))
     distributed.load(folder)
     samples = dataset()
     loader = DataLoader(samples, batch_sampler=distributed.sampler(samples, BATCH, seed=5))
@@ -80,5 +81,5 @@ def test_an_unknown_compression_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(UsageError, match=r"^compress fp8 is not known: use none, fp16"):
         distributed.prepare(model, optimizer, compress="fp8")
-    with pytest.raises(UsageError, match="compress_after -1 is negative"):
-        distributed.prepare(model, optimizer, compress="fp16", compress_after=-1)
+    with pytest.raises(UsageError, match="after must be a whole number"):
+        distributed.prepare(model, optimizer, compress="fp16,after=-1")

@@ -124,9 +124,7 @@ def test_a_loop_starts_from_one_rank_and_resumes(limited: World, tmp_path: Path)
             model(torch.ones(2, 100)).sum().backward()
             with distributed.alone():
                 optimizer.step()
-        model, optimizer = distributed.prepare(
-            model, optimizer, compress="powersgd:2", compress_after=0
-        )
+        model, optimizer = distributed.prepare(model, optimizer, compress="powersgd:2,after=0")
         if is_resumed:
             assert distributed.load(save_to) is not None
         else:

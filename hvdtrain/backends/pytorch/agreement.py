@@ -49,7 +49,7 @@ def agreement_remarks(config: TrainConfig, plan: Plan) -> list[str]:
     """Return what a user should know about how replicas agree under a plan."""
     if isinstance(config.sync_request, Server):
         workers = len(plan.ranks)
-        last = workers + config.servers - 1
+        last = workers + config.sync_request.servers - 1
         held = f"rank {last} holds" if workers == last else f"ranks {workers} to {last} hold"
         return [f"{workers} rank(s) train; {held} the weights"]
     used = f"--sync {config.sync}" if config.sync_request != NO_SYNC else ""
@@ -136,7 +136,7 @@ def _summed(config: TrainConfig, model: StageModel, collectives: Collectives) ->
     states = States(model.states, model.put)
     if config.shard_optimizer and parameters:
         return ShardedGradients(parameters, statistics, states, collectives)
-    sums = make_sums(config.compress_request, config.compress_after, collectives)
+    sums = make_sums(config.compress_request, collectives)
     return ReplicatedGradients(parameters, statistics, states, collectives, sums)
 
 
@@ -150,12 +150,12 @@ def stage_meetings(
     replica, operations = _replica(config, part.model, part.optimizer), group("meetings")
     common = replica, operations, trained, request.period
     match request:
-        case DiLoCo():
-            return DiLoCoMeetings(*common, config.outer_lr, config.outer_momentum)
-        case Elastic():
-            return ElasticMeetings(*common, config.elastic_rate)
+        case DiLoCo(_, lr, momentum):
+            return DiLoCoMeetings(*common, lr, momentum)
+        case Elastic(_, rate):
+            return ElasticMeetings(*common, rate)
     switched = part.gradients if isinstance(part.gradients, SwitchedGradients) else None
-    return LocalMeetings(*common, config.average_optimizer, switched, request.exact_epochs)
+    return LocalMeetings(*common, request.averages_optimizer, switched, request.exact_epochs)
 
 
 def _replica(

@@ -239,7 +239,7 @@ def served_part(
         UsageError: if there are more servers than parameters.
     """
     workers = config.workers_of(world.size)
-    slices = _slices(model.parameters(), config.servers)
+    slices = _slices(model.parameters(), request.servers)
     everyone, training = tuple(range(world.size)), tuple(range(workers))
     worlds.communicator_among(everyone)
     worlds.communicator_among(training)
@@ -255,8 +255,8 @@ def served_part(
 def _slices(parameters: Mapping[str, nn.Parameter], servers: int) -> list[Slice]:
     if len(parameters) < servers:
         raise UsageError(
-            f"--servers {servers} hold whole parameters, but the model has only "
-            f"{len(parameters)}: use at most --servers {max(1, len(parameters))}"
+            f"--sync server,servers={servers}: servers hold whole parameters, but the model has "
+            f"only {len(parameters)}: use at most servers={max(1, len(parameters))}"
         )
     return slices_of(parameters, servers)
 

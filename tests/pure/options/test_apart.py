@@ -8,14 +8,18 @@ import pytest
 from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
+from hvdtrain.options.syncrequest import folded
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"sync": "local:8", "batch_norm": "sync"}, "use --batch-norm local"),
-        ({"sync": "elastic:4", "elastic_rate": 1.5}, "--elastic-rate 1.5 goes beyond the centre"),
-        ({"sync": "local:4", "outer_lr": 0.5}, "--outer-lr needs --sync diloco:H"),
+        ({"sync": "elastic:4,rate=1.5"}, "rate must be above 0 and at most 1, not '1.5'"),
+        (
+            {"sync": "local:4,lr=0.5"},
+            "'lr=0.5' is none of what it takes after a comma, average-op",
+        ),
         ({"sync": "local:4", "clip_norm": 1.0}, "--clip-norm needs the gradients of all replicas"),
     ],
 )
@@ -34,3 +38,31 @@ def test_the_older_name_of_local_steps_is_the_same_configuration() -> None:
     assert configfile.differences(asdict(older), newer) == []
     assert configfile.differences(asdict(newer), older) == []
     assert configfile.differences(asdict(replace(newer, sync="local:4@2")), older) != []
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ({"sync": "diloco:8", "outer_lr": 0.5}, {"sync": "diloco:8,lr=0.5"}),
+        ({"sync": "elastic:8", "elastic_rate": 0.25}, {"sync": "elastic:8,rate=0.25"}),
+        ({"sync": "local:8", "average_optimizer": True}, {"sync": "local:8,average-optimizer"}),
+        ({"sync": "server", "servers": 2}, {"sync": "server,servers=2"}),
+        ({"compress": "topk:0.1", "compress_after": 0}, {"compress": "topk:0.1,after=0"}),
+        ({"compress": "bf16", "compress_after": 100}, {"compress": "bf16"}),
+    ],
+)
+def test_what_was_an_option_of_its_own_is_part_of_the_method(
+    older: dict[str, Any], newer: dict[str, Any]
+) -> None:
+    assert folded(older) == newer
+    TrainConfig(model="cnn", data="set", **newer).check()
+
+
+def test_methods_are_compared_by_what_they_mean() -> None:
+    short, long = (
+        TrainConfig(model="cnn", data="d", sync=sync) for sync in ("diloco:8", "diloco:8,lr=0.7")
+    )
+    assert configfile.differences(asdict(short), long) == []
+    assert configfile.differences(asdict(short), replace(long, sync="diloco:8,lr=0.6")) != []
+    one, two = (replace(short, sync=f"server,servers={count}") for count in (1, 2))
+    assert configfile.differences(asdict(one), two) == []  # a run may resume so

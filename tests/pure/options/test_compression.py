@@ -45,7 +45,8 @@ def test_other_texts_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"compress_after": 5}, "--compress-after needs --compress METHOD: add it"),
+        ({"compress": "none,after=5"}, "'after=5' is none of what it takes after a comma"),
+        ({"compress": "topk:0.1,after=-1"}, "after must be a whole number, not '-1'"),
         (
             {"compress": "fp16", "sync": "local:4"},
             "--compress fp16 needs the sums of every step, .*: use --sync exact, or leave --comp",
@@ -63,5 +64,5 @@ def test_what_does_not_go_together_is_refused(values: dict[str, Any], message: s
 
 
 def test_what_goes_together_is_accepted() -> None:
-    config = TrainConfig(model="cnn", data="d", compress="topk:0.1", compress_after=0)
-    assert config.check().compress_request == TopK(0.1)
+    config = TrainConfig(model="cnn", data="d", compress="topk:0.1,after=0")
+    assert config.check().compress_request == TopK(0.1, 0)

@@ -28,18 +28,19 @@ def config_of(**options: Any) -> TrainConfig:
         ({"reduce_with": "mpi"}, "--reduce-with mpi is not supported"),
         ({"allreduce": "ring"}, "--allreduce ring is not supported"),
         ({"ranks": 1}, "leaves none of 1 rank.* to train: use at least --ranks 2"),
-        ({"ranks": 3, "servers": 3}, "use at least --ranks 4"),
+        ({"ranks": 3, "sync": "server,servers=3"}, "use at least --ranks 4"),
         ({"ranks": 4, "restarts": 1, "min_ranks": 1}, "at least --min-ranks 2"),
     ],
 )
 def test_what_servers_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        config_of(sync="server", **options)
+        config_of(**({"sync": "server"} | options))
 
 
-def test_servers_need_their_method() -> None:
-    with pytest.raises(UsageError, match="--servers needs --sync server"):
-        config_of(servers=2)
+@pytest.mark.parametrize("count", ["0", "1.5", "", "two", "1e400"])
+def test_there_is_a_whole_number_of_servers(count: str) -> None:
+    with pytest.raises(UsageError, match="servers must be a whole number above 0"):
+        config_of(sync=f"server,servers={count}")
 
 
 @pytest.mark.parametrize("text", ["server:", "server:fast", "server:stale=", "server:stale=-1"])
@@ -67,7 +68,7 @@ def test_without_a_bound_ranks_may_be_a_fixed_number_of_steps_ahead() -> None:
 
 
 def test_the_last_ranks_are_servers() -> None:
-    assert config_of(sync="server", servers=2).workers_of(5) == 3
+    assert config_of(sync="server,servers=2").workers_of(5) == 3
     assert config_of().workers_of(5) == 5
     with pytest.raises(UsageError, match="use at least --ranks 3"):
-        config_of(sync="server", servers=2).workers_of(2)
+        config_of(sync="server,servers=2").workers_of(2)

@@ -126,12 +126,12 @@ def test_later_buckets_hide_nothing_of_the_second_operations(
         ({"compress": "bf16"}, Agreement(compress="bf16")),
         ({"sync": "local:4"}, Agreement(parse_sync_request("local:4"))),
         (
-            {"sync": "local:4", "average_optimizer": True},
-            Agreement(parse_sync_request("local:4"), averaged=(2, 1)),
+            {"sync": "local:4,average-optimizer"},
+            Agreement(parse_sync_request("local:4,average-optimizer"), averaged=(2, 1)),
         ),
         (
-            {"sync": "local:4", "average_optimizer": True, "optimizer": "sgd", "momentum": 0.0},
-            Agreement(parse_sync_request("local:4")),
+            {"sync": "local:4,average-optimizer", "optimizer": "sgd", "momentum": 0.0},
+            Agreement(parse_sync_request("local:4,average-optimizer")),
         ),
         ({"sync": "diloco:4"}, Agreement(parse_sync_request("diloco:4"))),
     ],

@@ -117,7 +117,7 @@ def test_ways_to_agree_are_compared_if_there_are_several(tmp_path: Path) -> None
     exact = {"sync": "exact", "compress": "none", "sent_bytes_per_step": 4e6}
     write_run(tmp_path / "exact", 2, 60.0, [5.0, 5.4], agreement=exact)
     report.write([str(tmp_path)], str(tmp_path / "without"), 0.8)
-    options = {"sync": "local:8", "compress": "topk:0.01", "average_optimizer": True}
+    options = {"sync": "local:8,average-optimizer", "compress": "topk:0.01"}
     for number in (1, 3):
         counted = {"sent_bytes_per_step": 1e4 * number, "meetings": 5.0, "drift": 2.0}
         counted |= {"residual_norm": 0.25, "max_staleness": 3.0 + number}

@@ -38,7 +38,7 @@ def script(hvdtrain: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             ["jobs", "submit", "--no"],
             [
-                *("--no-average-optimizer", "--no-bind"),
+                "--no-bind",
                 *("--no-change-batch-norm", "--no-compile", "--no-cudnn-benchmark"),
                 *("--no-decay", "--no-deterministic", "--no-dry-run"),
                 *("--no-resume", "--no-shard-optimizer", "--no-tf32", "--no-verify"),

@@ -11,7 +11,7 @@ from tests.single.training.jobs import events_of, summary_of
 
 RUN: tuple[Any, ...] = (
     *("train", "--model", "cnn", "--batch-size", 32, "--threads", 1, "--ranks", 2),
-    *("--compress", "bf16", "--compress-after", 0, "--eval-every", 0),
+    *("--compress", "bf16,after=0", "--eval-every", 0),
 )
 
 

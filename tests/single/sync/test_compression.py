@@ -16,7 +16,7 @@ def test_a_single_replica_adds_once_what_several_have_left_out() -> None:
     layer, after = nn.Linear(3, 2), 1  # later steps start during backward
     named, alone = dict(layer.named_parameters()), Alone()
     states = States(dict, lambda _: None)
-    sums = make_sums(TopK(0.1), after, alone)
+    sums = make_sums(TopK(0.1, after), alone)
     gradients = ReplicatedGradients(named, {}, states, alone, sums)
     left_out = {f"residual/{place}/weight": torch.full((2, 3), 0.5 + place) for place in range(2)}
     shapes = {name: tuple(value.shape) for name, value in left_out.items()}

@@ -17,7 +17,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
     Once, each rank took its residuals for those of another number of ranks.
     """
     common = ["train", "--model", "cnn", "--data", small_set, "--batch-size", 60, "--lr", 0.001]
-    common += ["--compress", compress, "--compress-after", 2]
+    common += ["--compress", f"{compress},after=2"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for run, steps, more in ((whole, 6, []), (parts, 3, []), (parts, 6, ["--resume"])):
         done = hvdtrain(*common, "--ranks", 2, "--run", run, "--max-steps", steps, *more)

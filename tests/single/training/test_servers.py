@@ -39,7 +39,7 @@ def test_a_run_with_servers_is_the_exact_run_and_resumes_as_such(
     exact, served = tmp_path / "exact", tmp_path / "served"
     done = hvdtrain(*command(small_set, exact, 2, "--reduce-with", "mpi"))
     assert done.returncode == 0, done.stderr
-    servers = command(small_set, served, 4, "--sync", "server", "--servers", 2)
+    servers = command(small_set, served, 4, "--sync", "server,servers=2")
     done = hvdtrain(*servers, "--checkpoint-every", "5 steps", "--max-steps", 8)
     assert done.returncode == 0, done.stderr
     assert "2 rank(s) train; ranks 2 to 3 hold the weights" in done.stdout
