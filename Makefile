@@ -104,10 +104,10 @@ endif
 lint test proof weekly demo: export PYTHONDONTWRITEBYTECODE := 1
 lint test proof weekly demo: export HYPOTHESIS_STORAGE_DIRECTORY := $(abspath .venv/cache/hypothesis)
 
+checks := $(bin)/ruff check --quiet && $(bin)/ruff format --check --quiet && $(bin)/mypy
+
 lint: setup
-	@$(bin)/ruff check --quiet
-	@$(bin)/ruff format --check --quiet
-	@$(bin)/mypy
+	@$(checks)
 
 pytest := PATH="$(bin):$$PATH" $(bin)/python -m pytest --quiet --numprocesses $(TEST_WORKERS) \
   --dist worksteal $(PYTEST_OPTIONS)
@@ -116,14 +116,18 @@ pytest := PATH="$(bin):$$PATH" $(bin)/python -m pytest --quiet --numprocesses $(
 # beside other tests they take 400 s in place of 100 s and delay these, so they come first, alone.
 alone := tests/single/test_mpi.py
 
-# $(call tests,mark): runs the tests with a mark; no test in `alone` may be meant (exit code 5).
+# $(call tests,mark,before,after): runs the tests with a mark; no test in `alone` may be meant (exit
+# code 5). The commands are those before and after the tests that are not alone.
 define tests
 @code=0; $(pytest) -m '$(1)' --numprocesses 0 $(alone) || [ $$? -eq 5 ] || code=1; \
-  $(pytest) -m '$(1)' --ignore $(alone) || code=$$?; exit $$code
+  $(2) $(pytest) -m '$(1)' --ignore $(alone) || code=$$?; $(3) exit $$code
 endef
 
-test: lint
-	$(call tests,not proof and not weekly)
+# ruff and mypy run beside the tests; what they found comes last.
+found := $(VENV)/lint.log
+test: setup
+	$(call tests,not proof and not weekly,{ $(checks); } > $(found) 2>&1 & lint=$$!;,wait $$lint || { \
+	  cat $(found) >&2; code=1; };)
 
 proof: setup
 	$(call tests,proof and not weekly)
