@@ -202,6 +202,15 @@ class TrainConfig(
         Group.DATA,
         Rule.FIRST | Rule.NOT_NEGATIVE | Rule.NOT_COMPARED,
     )
+    callback: list[str] | None = option(  # noqa: RUF009
+        None,
+        "package.module:Class of your own, derived from hvdtrain.Callback, that follows the run "
+        "on rank 0; may be repeated",
+        Group.OUTPUT,
+        Rule.ALWAYS | Rule.NOT_COMPARED,
+        "CLASS",
+        shown_default="none",
+    )
     log_every: int = option(
         20,
         "steps between two step lines of metrics.jsonl",

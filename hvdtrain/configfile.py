@@ -26,7 +26,7 @@ DEFAULTS = {item.name: item.default for item in fields(TrainConfig) if item.defa
 NEWER_OPTIONS = (  # with their defaults, a run has the folder that older versions gave it
     *("flip", "shift", "border", "whiten", "test_augment", "lr_start", "lr_end", "lr_scale"),
     *("lookahead", "lookahead_share", "resident", "tf32", "cudnn_benchmark"),
-    "deterministic",
+    *("deterministic", "callback"),
 )
 OLDER_DEFAULTS = {"no_decay": "none"}
 TYPES = get_type_hints(TrainConfig)

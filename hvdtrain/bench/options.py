@@ -8,8 +8,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host.launchers import ALGORITHMS
 from hvdtrain.options.deviceoptions import Device, Precision
 from hvdtrain.options.fields import about
-from hvdtrain.options.imageoptions import Augment
-from hvdtrain.options.optimisationoptions import Optimizer
+from hvdtrain.options.optimisationoptions import Seam
 
 LARGEST_MESSAGE = 2**30
 
@@ -29,12 +28,12 @@ class StepConfig:
     microbatches: int | None = field_of_train("microbatches")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field_of_train("schedule")
     precision: Precision = field_of_train("precision")
-    optimizer: Optimizer = field_of_train("optimizer")
+    optimizer: Seam = field_of_train("optimizer")
     batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")
     recompute: str | None = field_of_train("recompute")
     label_smoothing: float = field_of_train("label_smoothing")
     clip_norm: float | None = field_of_train("clip_norm")
-    augment: Augment = field_of_train("augment")
+    augment: Seam = field_of_train("augment")
     cutout: int | None = field_of_train("cutout")
     compile: bool = field_of_train("compile")
     image_size: int | None = field(
@@ -75,7 +74,7 @@ class LoaderConfig:
 
     data: str = field(metadata=about("folder of a packed data set", metavar="DIR"))
     batch_size: int = field_of_train("batch_size")
-    augment: Augment = field(
+    augment: Seam = field(
         default="crop-flip", metadata=about("none, crop-flip or resized-crop-flip")
     )
     cutout: int | None = field_of_train("cutout")

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.backends.pytorch.optimizers import DECAY, SCALE, set_learning_rate
+from hvdtrain.backends.pytorch.optimizers import DECAY, SCALE, make_optimizer, set_learning_rate
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.feed import step_seed
 from hvdtrain.models.component import Component, component_seed, isolated
 from hvdtrain.options import decay
+from hvdtrain.options.optimisationoptions import OPTIMIZERS
 from hvdtrain.parallel.boundary import to_channels_last
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.reference import Reference, Rules, difference, largest_errors
@@ -343,6 +344,8 @@ def plain_optimizer(
     Args:
         undecayed, scales: as in `make_optimizer`.
     """
+    if config.optimizer not in OPTIMIZERS:
+        return make_optimizer(config, parameters)
     scales, decay = scales or {}, config.weight_decay
     key = DECAY if config.optimizer == "sgdw" else "weight_decay"
     groups = [

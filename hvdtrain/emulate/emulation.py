@@ -24,7 +24,7 @@ from hvdtrain.planner import clusters, profilefile
 from hvdtrain.planner.adapt import seconds_to_migrate
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Known, Question
-from hvdtrain.planner.memory import OPTIMIZER_COPIES
+from hvdtrain.planner.memory import optimizer_copies
 from hvdtrain.planner.solve import lower_bound
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.world import World
@@ -214,7 +214,7 @@ def emulation(
             cluster, costs, config.batch_size, config.optimizer, recomputed
         )
         undisturbed = replace(cluster, events=())  # the hardware adds the events of each step
-        profile = undisturbed.profile(costs, OPTIMIZER_COPIES[config.optimizer])
+        profile = undisturbed.profile(costs, optimizer_copies(config.optimizer))
         times = profile.ranks[world.rank]
         hardware = Hardware.of_cluster(cluster, world.rank, clock)
     itemsize = DTYPES[config.precision].itemsize

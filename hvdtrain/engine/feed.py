@@ -16,6 +16,7 @@ from hvdtrain.data.augment import (
     cutout,
     moves,
     resized_crop_flip,
+    sample_hash,
     squares,
 )
 from hvdtrain.data.index import Index, parse_index
@@ -24,8 +25,10 @@ from hvdtrain.data.shardfile import Batch
 from hvdtrain.data.shards import Picture, Samples, Verifier, open_split
 from hvdtrain.data.staging import stage, staged_folder
 from hvdtrain.data.writer import count_values, mean_and_std
-from hvdtrain.errors import DataError, UsageError
+from hvdtrain.errors import DataError, HvdtrainError, UsageError, one_line
 from hvdtrain.host.activity import Activity
+from hvdtrain.models.find import find_function
+from hvdtrain.options.imageoptions import AUGMENTATIONS
 from hvdtrain.world import World
 
 # Per split: shared by the ranks of a node, but at least twice the window of the shuffle.
@@ -155,11 +158,45 @@ def augmentation(config: TrainConfig, mean: Sequence[float], epoch: int) -> Augm
             cutout(images, batch.ids, config.seed, epoch, config.cutout, fill)
         return Batch(images, batch.labels, batch.ids)
 
+    def made_by_user(batch: Batch) -> Batch:
+        return Batch(own_augmentation(config, batch, epoch), batch.labels, batch.ids)
+
+    if config.augment not in AUGMENTATIONS:
+        return Augmentation(batch=made_by_user)
     options, fill = (config.shift, config.border, config.flip), fill_of(mean)
     has_batch = config.augment == "crop-flip" or config.cutout is not None
     return Augmentation(
         picture if config.augment == "resized-crop-flip" else None, batch if has_batch else None
     )
+
+
+def own_augmentation(config: TrainConfig, batch: Batch, epoch: int) -> np.ndarray:
+    """Return the images that a user's function makes of a batch.
+
+    It gets one seed per sample, of (seed, epoch, sample id): what it draws from them is then the
+    same on any rank, in any batch and after a resume.
+
+    Raises:
+        UsageError: if it fails, or returns something else than images of the same form.
+    """
+    where, images = f"--augment {config.augment}", batch.images
+    function: Callable[..., object] = find_function(config.augment, "augment")
+    try:
+        made = function(images.copy(), sample_hash(config.seed, epoch, batch.ids), epoch)
+    except HvdtrainError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{where} failed with {one_line(error)}") from error
+    if not isinstance(made, np.ndarray) or (made.shape, made.dtype) != (images.shape, np.uint8):
+        form = (
+            f"{made.dtype} {list(made.shape)}"
+            if isinstance(made, np.ndarray)
+            else type(made).__name__
+        )
+        raise UsageError(
+            f"{where} returned {form}: return images uint8 {list(images.shape)}, as it gets them"
+        )
+    return np.ascontiguousarray(made)
 
 
 def requests(

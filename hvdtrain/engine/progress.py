@@ -8,7 +8,8 @@ from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.session import Spent
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, UsageError, one_line
+from hvdtrain.models.find import find_function
 
 LARGEST = 10**18  # bound on all counts
 # Small gradients are 0 in fp16, so the loss is scaled up (Micikevicius et al., arXiv 1710.03740,
@@ -126,7 +127,7 @@ def learning_rate(config: TrainConfig, epoch_length: int, position: int) -> floa
 
     Linear warm-up (Goyal et al., arXiv 1706.02677). Then it is constant, follows a cosine
     (Loshchilov and Hutter, arXiv 1608.03983) or a line down to its end, or is divided by ten at
-    50 % and at 75 % of training.
+    50 % and at 75 % of training. A user's function returns a factor for the share that is done.
     """
     peak, start, end = config.learning_rate(), config.lr_start, config.lr_end
     warmup = config.warmup_epochs * epoch_length
@@ -141,7 +142,33 @@ def learning_rate(config: TrainConfig, epoch_length: int, position: int) -> floa
     if config.lr_schedule == "step":
         progress = position / total
         return peak * (0.01 if progress >= 0.75 else 0.1 if progress >= 0.5 else 1.0)
+    if config.lr_schedule != "constant":
+        return peak * rate_factor(config.lr_schedule, position / total)
     return peak
+
+
+def rate_factor(schedule: str, done: float) -> float:
+    """Return the factor of the learning rate that a user's function returns.
+
+    Args:
+        done: share of the run before this step, 0 to below 1.
+
+    Raises:
+        UsageError: if it fails, or returns no number of 0 or more.
+    """
+    try:
+        factor = float(find_function(schedule, "lr_schedule")(done))  # type: ignore[arg-type]
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UsageError(
+            f"--lr-schedule {schedule} failed for {done:g}, the share of the run that is done: "
+            f"{one_line(error)}"
+        ) from error
+    if not 0 <= factor < math.inf:
+        raise UsageError(
+            f"--lr-schedule {schedule} returned {factor} for {done:g}: return a factor of --lr, "
+            "0 or more"
+        )
+    return factor
 
 
 def slow_share(config: TrainConfig, epoch_length: int, position: int) -> float | None:

@@ -11,6 +11,9 @@ from hvdtrain.options import decay, injection
 from hvdtrain.options.deviceoptions import AUTO_PRECISION
 from hvdtrain.options.emulateoptions import check_emulation
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Rule, flag
+from hvdtrain.options.imageoptions import AUGMENTATIONS
+from hvdtrain.options.nearest import nearest
+from hvdtrain.options.optimisationoptions import OPTIMIZERS, SCHEDULES
 from hvdtrain.options.planrequest import (
     ADAPTIVE,
     Chosen,
@@ -29,6 +32,7 @@ LIMITS = {
     Rule.SHARE: "between 0 and 1",
     Rule.ONE_LINE: "one line of text",
 }
+BUILT_IN = {"optimizer": OPTIMIZERS, "lr_schedule": SCHEDULES, "augment": AUGMENTATIONS}
 FALLING = ("cosine", "linear")  # schedules that go down to --lr-end
 CHOSEN_PLANS_ONLY = ("memory_limit", "profile")
 MOST_RANKS = 2**20  # upper bound where only the launcher knows the number of ranks
@@ -130,6 +134,17 @@ def _check_together(values: Mapping[str, Any]) -> None:
 
 def _check_optimisation(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse options of the optimizer that exclude each other, or would have no effect."""
+    for name, known in BUILT_IN.items():
+        if values[name] not in known and ":" not in values[name]:
+            raise UsageError(
+                f"{flag(name)} {values[name]} is not known"
+                + nearest(values[name], (*known, "package.module:function"))
+            )
+    for reference in values["callback"] or ():
+        if ":" not in reference:
+            raise UsageError(f"--callback {reference} is not known: use package.module:Class")
+    if values["optimizer"] not in OPTIMIZERS:
+        _check_own_optimizer(values, defaults)
     is_exact = parse_sync_request(values["sync"]) == NO_SYNC
     is_cropped, falls = values["augment"] == "crop-flip", values["lr_schedule"] in FALLING
     for name, other, is_used in (
@@ -152,6 +167,28 @@ def _check_optimisation(values: Mapping[str, Any], defaults: Mapping[str, Any]) 
         raise UsageError("--weights replaces what --whiten sets: leave one of them out")
     if values["optimizer"] == "sgdw" and values["framework"] == "tensorflow":
         raise UsageError("--optimizer sgdw is not supported with --framework tensorflow: use sgd")
+
+
+# What needs to know the state of an optimizer, or sets what a function of one's own sets.
+NOT_WITH_OWN = {
+    "framework": "which has other optimizers",
+    "sync": "which has to know the optimizer's state",
+    "shard_optimizer": "which gives it slices of the weights",
+    "memory_limit": "which counts the optimizer's state",
+    "momentum": "which it sets itself",
+    "weight_decay": "which it sets itself",
+    "lr_scale": "which it sets itself",
+    "lookahead": "which it makes itself",
+}
+
+
+def _check_own_optimizer(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    for name, reason in NOT_WITH_OWN.items():
+        if values[name] != defaults[name]:
+            raise UsageError(
+                f"--optimizer {values['optimizer']} is not supported with {flag(name)}, {reason}: "
+                "leave one of them out"
+            )
 
 
 def _check_scaled_loss(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 else:
     Model = str
 PREFIX = "in-python:"  # no module can have this name
+# Options besides the model that may be a user's own function, and what that is.
+SEAMS = {
+    "optimizer": "a function of (parameters, lr) that returns a torch.optim.Optimizer",
+    "lr_schedule": "a function of the share of the run that is done",
+    "augment": "a function of (images, seeds, epoch)",
+}
 
 
 class GivenModel(str):
@@ -32,12 +38,17 @@ class GivenModel(str):
 
 
 class ModelInConfig:
-    """Base of a configuration with a model: a model that is not a name gets one."""
+    """Base of a configuration with a model and other seams: what is not a name gets one."""
 
     model: Any
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", named(self.model))
+        for name, what in SEAMS.items():
+            value = getattr(self, name, "")
+            if not isinstance(value, str) and not callable(value):
+                raise UsageError(f"{name} is a {type(value).__name__}: pass a name, or {what}")
+            object.__setattr__(self, name, named(value))
 
 
 def named(model: object) -> str:

@@ -4,19 +4,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.options.fields import Group, Rule, option
+from hvdtrain.options.optimisationoptions import Seam
 
-Augment = Literal["none", "crop-flip", "resized-crop-flip"]
+AUGMENTATIONS = ("none", "crop-flip", "resized-crop-flip")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
     """The augmentation of training images, and the views of an evaluation."""
 
-    augment: Augment = option(  # noqa: RUF009
+    augment: Seam = option(  # noqa: RUF009
         "none",
-        "crop-flip: shifts, flips; resized-crop-flip: random parts, flips",
+        "none; crop-flip: shifts, flips; resized-crop-flip: random parts, flips; or "
+        "module:function of (images, seeds of the samples, epoch) that returns the images",
         Group.DATA,
         Rule.FIRST,
+        "NAME",
     )
     flip: Literal["random", "alternate"] = option(
         "random",

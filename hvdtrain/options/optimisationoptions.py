@@ -1,23 +1,31 @@
 """The options of the optimizer, its learning rate and the weights that it averages."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.options.fields import Group, Rule, option
 
-Optimizer = Literal["sgd", "sgdw", "adam", "adamw"]
+# A name on the command line, or any function in Python.
+if TYPE_CHECKING:
+    Seam = Any
+else:
+    Seam = str
+OPTIMIZERS = ("sgd", "sgdw", "adam", "adamw")
+SCHEDULES = ("constant", "cosine", "linear", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimisationOptions:
     """The optimizer, its schedule, and what the run should reach."""
 
-    optimizer: Optimizer = option(  # noqa: RUF009
+    optimizer: Seam = option(  # noqa: RUF009
         "adam",
         "sgd: with Nesterov momentum; sgdw: with weight decay apart from the momentum (Loshchilov "
-        "and Hutter, arXiv 1711.05101)",
+        "and Hutter, arXiv 1711.05101); adam, adamw, or module:function of (parameters by name, "
+        "lr) that returns a torch.optim.Optimizer",
         Group.OPTIMISATION,
         Rule.FIRST,
+        "NAME",
     )
     lr: float = option(
         0.001, "learning rate, used as given", Group.OPTIMISATION, Rule.FIRST | Rule.POSITIVE
@@ -28,12 +36,14 @@ class OptimisationOptions:
         Group.OPTIMISATION,
         Rule.POSITIVE,
     )
-    lr_schedule: Literal["constant", "cosine", "linear", "step"] = option(
+    lr_schedule: Seam = option(  # noqa: RUF009
         "constant",
-        "constant; cosine or linear down to --lr-end; or step: divided by 10 at 50 % and at 75 % "
-        "of the run",
+        "constant; cosine or linear down to --lr-end; step: divided by 10 at 50 % and at 75 % "
+        "of the run; or module:function of the share of the run that is done, which returns a "
+        "factor of --lr",
         Group.OPTIMISATION,
         Rule.FIRST,
+        "NAME",
     )
     lr_start: float = option(
         0.0,

@@ -239,9 +239,10 @@ def _add_option(group: Any, item: dataclasses.Field[Any], kind: Any) -> None:
     settings: dict[str, Any] = {"type": kind, "help": text, "metavar": shown}
     if bool in kinds:
         added = _add_switch(group, flag, kind, item.default, text)
-    elif kind == list[str]:
+    elif list[str] in kinds or kind == list[str]:
         settings |= {"type": _Texts(), "metavar": about.get("metavar") or "VALUE"}
-        added = group.add_argument(flag, action="extend", default=[], **settings)
+        default: list[str] | None = [] if kind == list[str] else None
+        added = group.add_argument(flag, action="extend", default=default, **settings)
     elif item.default is dataclasses.MISSING:
         added = group.add_argument(*flags, required=True, **settings)
     else:

@@ -142,10 +142,10 @@ def _settings(option: str, text: str, allowed: Sequence[str]) -> dict[str, float
     Raises:
         UsageError: for a name that the method does not have, or a value out of its range.
     """
-    given: dict[str, float] = {}
+    chosen: dict[str, float] = {}
     for word in text.split(",")[1:]:
         name, _, value = word.partition("=")
-        if name not in allowed or name in given or (name == AVERAGE) != (word == AVERAGE):
+        if name not in allowed or name in chosen or (name == AVERAGE) != (word == AVERAGE):
             forms = " and ".join(item if item == AVERAGE else f"{item}=X" for item in allowed)
             raise UsageError(
                 f"{option} {text} is not known: {word!r} is none of what it takes after a comma, "
@@ -156,8 +156,8 @@ def _settings(option: str, text: str, allowed: Sequence[str]) -> dict[str, float
             number = float(value)
         if name != AVERAGE and not _RANGES[name][1](number):
             raise UsageError(f"{option} {text}: {name} must be {_RANGES[name][0]}, not {value!r}")
-        given[name] = number
-    return given
+        chosen[name] = number
+    return chosen
 
 
 def parse_sync_request(text: str) -> SyncRequest:

@@ -23,7 +23,7 @@ from hvdtrain.planner.events import (
     parse_events,
     slowdown,
 )
-from hvdtrain.planner.memory import GIB, OPTIMIZER_COPIES
+from hvdtrain.planner.memory import GIB, optimizer_copies
 from hvdtrain.planner.network import Contention, Curve, Line
 from hvdtrain.planner.profile import ComponentTimes, Profile, RankTimes
 
@@ -238,7 +238,7 @@ def question_of(
     recomputed: Collection[str] = (),
 ) -> Question:
     """Return the question that the planner answers for a cluster."""
-    profile, network = cluster.profile(costs, OPTIMIZER_COPIES[optimizer]), ClusterNetwork(cluster)
+    profile, network = cluster.profile(costs, optimizer_copies(optimizer)), ClusterNetwork(cluster)
     limits = (cluster.memory_gib * GIB,) * cluster.ranks
     return Question(
         Known(costs, profile, network, recomputed), batch_size, optimizer, limits=limits

@@ -9,7 +9,11 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 RESERVE = 0.15  # share of a memory limit for memory that is not counted
-OPTIMIZER_COPIES = {"sgd": 1, "sgdw": 1, "adam": 2, "adamw": 2}  # copies of the parameters
+
+
+def optimizer_copies(optimizer: str) -> int:
+    """Return how many copies of the parameters an optimizer keeps; of a user's own, two."""
+    return 1 if optimizer in ("sgd", "sgdw") else 2
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ def held_memory(costs: "Iterable[ComponentCost]", optimizer: str, activations: i
     costs = list(costs)
     weights = sum(cost.parameter_bytes for cost in costs)
     buffers = sum(cost.buffer_bytes for cost in costs)
-    return Memory(weights + buffers, weights, OPTIMIZER_COPIES[optimizer] * weights, activations)
+    return Memory(weights + buffers, weights, optimizer_copies(optimizer) * weights, activations)
 
 
 def lasting_bytes(costs: "Iterable[ComponentCost]", optimizer: str, replicas: int) -> int:
@@ -43,7 +47,7 @@ def lasting_bytes(costs: "Iterable[ComponentCost]", optimizer: str, replicas: in
     replicas.
     """
     costs = list(costs)
-    copies = (1 + OPTIMIZER_COPIES[optimizer]) / replicas + (replicas > 1)
+    copies = (1 + optimizer_copies(optimizer)) / replicas + (replicas > 1)
     copied = sum(round(copies * cost.parameter_bytes) for cost in costs)
     return held_memory(costs, optimizer).total + copied
 

@@ -8,7 +8,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.options.deviceoptions import Device, FixedPrecision
 from hvdtrain.options.fields import about
 from hvdtrain.options.givenmodel import Model, ModelInConfig
-from hvdtrain.options.optimisationoptions import Optimizer
+from hvdtrain.options.optimisationoptions import Seam
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class PlanConfig(ModelInConfig):
         metadata=about("fp32, bf16, fp16 or fp64", default="fp64 for check, else fp32"),
     )
     device: Device = field(default="cpu", metadata=about("device of the steps (check)"))
-    optimizer: Optimizer = field_of_train("optimizer")
+    optimizer: Seam = field_of_train("optimizer")
     lr: float = field_of_train("lr")
     momentum: float = field_of_train("momentum")
     weight_decay: float = field_of_train("weight_decay")

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.errors import UsageError
 from hvdtrain.health import failure
+from hvdtrain.models.find import find_function
 from hvdtrain.world import World
 
 
@@ -22,6 +24,12 @@ class Callback:
         Args:
             config: the resolved options of `train`.
             run: the run folder.
+        """
+
+    def on_resume(self, step: int) -> None:
+        """Follow a run that resumes after this step; called after `on_start`.
+
+        Lines of later steps, which an earlier process may have sent, come again.
         """
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
@@ -68,13 +76,36 @@ class Followers:
                 raise
 
 
-def followers(callbacks: Callbacks, world: World, listener: failure.Listener) -> Followers:
+def callback_class(reference: str) -> type[Callback]:
+    """Return the class that a value of `--callback` names.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    found: object = find_function(reference, "callback")
+    if not (isinstance(found, type) and issubclass(found, Callback)):
+        raise UsageError(
+            f"--callback {reference} is no class of callbacks: derive it from hvdtrain.Callback"
+        )
+    return found
+
+
+def followers(
+    callbacks: Callbacks, references: Sequence[str], world: World, listener: failure.Listener
+) -> Followers:
     """Return the callbacks that this rank calls.
+
+    Args:
+        references: the values of `--callback`, whose classes are called without arguments.
 
     Raises:
         TypeError: if one of them is not a Callback.
+        UsageError: if there is no such class.
     """
     listed = (callbacks,) if isinstance(callbacks, Callback) else tuple(callbacks)
+    classes = [callback_class(reference) for reference in references]
+    if world.rank == 0:
+        listed += tuple(kind() for kind in classes)
     for callback in listed:
         if not isinstance(callback, Callback):
             raise TypeError(

@@ -73,6 +73,8 @@ def open_session(config: TrainConfig, world: World, mark: Callable[[str], None])
 def begin(run: Run, clock: StartClock) -> None:
     """Print the settings of the run, and start its clock when all ranks are ready. Collective."""
     run.journal.followers.call("on_start", public(run.session.config), run.journal.folder.path)
+    if run.progress.step:
+        run.journal.followers.call("on_resume", run.progress.step)
     announce(run)
     # Other ranks wait while rank 0 opens the records: that must not count for their first step.
     run.activity.step(run.progress.step)  # tells the launcher that training has started

@@ -11,6 +11,9 @@ from hvdtrain import data, models
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.dataset import as_modelled, index_for
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.models.find import find_function
+from hvdtrain.options.givenmodel import SEAMS
+from hvdtrain.options.optimisationoptions import SCHEDULES
 from hvdtrain.options.planrequest import Chosen, check_one_rank
 from hvdtrain.training.metrics import holds_run, no_run
 
@@ -26,6 +29,7 @@ def check_before_launch(config: TrainConfig) -> None:
     if config.min_ranks is not None and not config.restarts:
         raise UsageError("--min-ranks has no effect without --restarts: give --restarts too")
     models.check_name(config.model)
+    check_seams(config)
     if config.framework == "tensorflow" and find_spec("tensorflow") is None:
         raise UsageError(NO_TENSORFLOW)
     index_for(config)
@@ -36,6 +40,27 @@ def check_before_launch(config: TrainConfig) -> None:
         raise UsageError(f"--weights {config.weights}: there is no such file")
     if config.resume is True and not may_resume:
         raise no_run(Path(config.run or ""))
+
+
+def check_seams(config: TrainConfig) -> None:
+    """Find the user's functions and classes that options name, and try the rate.
+
+    Raises:
+        UsageError: if one is missing, or is not what the option takes.
+    """
+    for name in SEAMS:
+        if ":" in getattr(config, name):
+            find_function(getattr(config, name), name)
+    if config.callback:
+        from hvdtrain.training.callbacks import callback_class
+
+        for reference in config.callback:
+            callback_class(reference)
+    if config.lr_schedule not in SCHEDULES:
+        from hvdtrain.engine.progress import rate_factor
+
+        for done in (0.0, 0.5, 1.0):
+            rate_factor(config.lr_schedule, done)
 
 
 def check_before_submission(runs: Iterable[TrainConfig]) -> None:

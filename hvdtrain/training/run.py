@@ -202,7 +202,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
         config = replace(config, resume=resumes)
         progress, replication, records = _start_or_resume(session, config, folder, console)
         listener = failure.Listener(config.on_alert, str(folder.path))
-        called = followers(callbacks, world, listener)
+        called = followers(callbacks, config.callback or (), world, listener)
         journal = Journal(config, folder, console, records, called)
         clock = Stopwatch(progress, "seconds", session.device.dilation)
         return Run(

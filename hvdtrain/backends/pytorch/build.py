@@ -127,7 +127,8 @@ def _rule(config: TrainConfig, plan: Plan, device: torch.device) -> UpdateRule:
         defers=devices.is_queued(device)
         and not (skips or config.shard_optimizer or config.gradient_limit is not None)
         and not isinstance(config.sync_request, Server)
-        and not (config.optimizer == "sgdw" or config.lookahead is not None)
+        and config.optimizer in ("sgd", "adam", "adamw")
+        and config.lookahead is None
         and (config.clip_norm is None or plan.last == 0),
     )
 

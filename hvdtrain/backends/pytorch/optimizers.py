@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.errors import HvdtrainError, UsageError, one_line
+from hvdtrain.models.find import find_function
+from hvdtrain.options.optimisationoptions import OPTIMIZERS
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
@@ -28,7 +31,12 @@ def make_optimizer(
     Args:
         undecayed: names of the parameters without weight decay.
         scales: factors of the learning rate by name, where they are not 1.
+
+    Raises:
+        UsageError: if a user's function fails, or returns something else.
     """
+    if config.optimizer not in OPTIMIZERS:
+        return _own_optimizer(config, parameters)
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, value in parameters.items():
         scale = scales.get(name, 1.0) if scales else 1.0
@@ -42,6 +50,62 @@ def make_optimizer(
     ]
     kind, options = _kind(config)
     return kind(values, lr=lr, fused=True, **options)
+
+
+def _own_optimizer(
+    config: TrainConfig, parameters: Mapping[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return the optimizer that a user's function makes; a group's rate is a factor of --lr."""
+    where, lr = f"--optimizer {config.optimizer}", config.learning_rate()
+    function = find_function(config.optimizer, "optimizer")
+    try:
+        optimizer = function(dict(parameters), lr)
+    except HvdtrainError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{where} failed with {one_line(error)}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"{where} returned a {type(optimizer).__name__}: return a torch.optim.Optimizer of "
+            "the parameters that it gets"
+        )
+    updated = [id(value) for group in optimizer.param_groups for value in group["params"]]
+    if sorted(updated) != sorted(id(value) for value in parameters.values()):
+        raise UsageError(
+            f"{where} returned an optimizer of other parameters than those that it gets: pass it "
+            "each of them, once"
+        )
+    for group in optimizer.param_groups:
+        group[SCALE] = group["lr"] / lr
+    set_progress(optimizer, 0.0, 0.5)  # in steps of no run, as of `plan check`
+    return optimizer
+
+
+def check_state(config: TrainConfig, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Make a step of a user's optimizer with copies of weights, and look at its state.
+
+    Raises:
+        UsageError: if it fails, or has a state that a checkpoint cannot hold.
+    """
+    if config.optimizer in OPTIMIZERS or not parameters:
+        return
+    copies = {name: nn.Parameter(value.detach().clone()) for name, value in parameters.items()}
+    optimizer = make_optimizer(config, copies)
+    for value in copies.values():
+        value.grad = torch.zeros_like(value)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise UsageError(
+            f"--optimizer {config.optimizer} failed in a step with {one_line(error)}"
+        ) from error
+    for name, value in copies.items():
+        for key, item in optimizer.state.get(value, {}).items():
+            if not isinstance(item, Tensor | int | float):
+                raise UsageError(
+                    f"--optimizer {config.optimizer} keeps a {type(item).__name__} as {key!r} of "
+                    f"{name}, which a checkpoint cannot hold: use tensors and numbers"
+                )
 
 
 def _kind(
@@ -114,6 +178,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Use `value`, times the factor of each group, as the learning rate of the next steps."""
     for group in optimizer.param_groups:
         group["lr"] = value * group.get(SCALE, 1.0)
+
+
+def set_progress(optimizer: torch.optim.Optimizer, before: float, after: float) -> None:
+    """Set the shares of the run that are done before and after the next step, for its step."""
+    for group in optimizer.param_groups:
+        group["progress"] = before, after
 
 
 def set_slow_share(optimizer: torch.optim.Optimizer, share: float | None) -> None:

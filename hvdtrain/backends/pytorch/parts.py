@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hvdtrain import device as devices
 from hvdtrain import world as worlds
 from hvdtrain.backends.pytorch.agreement import open_groups, stage_gradients, stage_meetings
-from hvdtrain.backends.pytorch.optimizers import make_optimizer
+from hvdtrain.backends.pytorch.optimizers import check_state, make_optimizer
 from hvdtrain.config import TrainConfig
 from hvdtrain.emulate.components import sleep_in_updates
 from hvdtrain.errors import UsageError, one_line
@@ -123,6 +123,7 @@ def stage_optimizer(
     free = model.of_kinds(decay.parse(config.no_decay))
     scales = model.factors(decay.parse_scales(config.lr_scale))
     optimizer = make_optimizer(config, parameters, free, scales)
+    check_state(config, parameters)
     sleep_in_updates(optimizer, list(model.components.values()))
     return optimizer
 

@@ -11,6 +11,7 @@ from hvdtrain.data.images import centre
 from hvdtrain.data.shards import Samples
 from hvdtrain.engine.feed import fill_of
 from hvdtrain.errors import UsageError
+from hvdtrain.options.imageoptions import AUGMENTATIONS
 from hvdtrain.parallel.resident import Resident
 
 MOST_MEMORY = 0.1  # of the free memory of a GPU
@@ -36,7 +37,9 @@ def resident_images(
         return None
     index, is_auto = samples.index, config.resident == "auto"
     fault = ""
-    if index.resize is not None or config.augment == "resized-crop-flip":
+    if config.augment not in AUGMENTATIONS:
+        fault = f"--augment {config.augment} makes images on the host"
+    elif index.resize is not None or config.augment == "resized-crop-flip":
         fault = "images that are scaled are made on the host"
     elif config.border == "reflect" and config.shift >= min(index.image_shape[:2]):
         fault = "shifts of a whole image are made on the host"

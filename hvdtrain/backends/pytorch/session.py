@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from hvdtrain import device as devices
 from hvdtrain.backends.pytorch.diagnosis import diagnose
-from hvdtrain.backends.pytorch.optimizers import set_learning_rate, set_slow_share
+from hvdtrain.backends.pytorch.optimizers import set_learning_rate, set_progress, set_slow_share
 from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.data.order import Rows
 from hvdtrain.data.views import views
@@ -255,9 +255,12 @@ class TorchSession(Session):
     def train(self, step: StepInput) -> PendingStep:
         feed, position = step.feed, step.position
         share = slow_share(self.config, len(self.train_rows), position)
+        total = self.config.total_samples(len(self.train_rows))
+        done = position / total, min(1.0, (position + step.batch_size) / total)
         for part in self.state.parts.values():
             if part.optimizer is not None:
                 set_learning_rate(part.optimizer, step.rate)
+                set_progress(part.optimizer, *done)
                 if self.config.lookahead is not None:
                     set_slow_share(part.optimizer, share)
         self._seed(position)

@@ -20,6 +20,7 @@ from hvdtrain.device import copy_out, new_host
 from hvdtrain.engine.session import Shape, State
 from hvdtrain.errors import UsageError
 from hvdtrain.models import extrastate, weights
+from hvdtrain.options.optimisationoptions import OPTIMIZERS
 from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part
@@ -136,8 +137,12 @@ class TorchState(State):
                 continue  # an optimizer has no state before its first update
             parameters = part.model.parameters()
             for name in part.gradients.trained():
+                prefix = f"{OPTIMIZER}{name}/"
+                if self.config.optimizer not in OPTIMIZERS:  # only it knows its state
+                    expected |= {k: form for k, form in saved.items() if k.startswith(prefix)}
+                    continue
                 entries = state_shapes(self.config, parameters[name].shape)
-                expected |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}
+                expected |= {f"{prefix}{key}": shape for key, shape in entries.items()}
         shapes = store.of_kind(saved, SYNC)
         self.wanted = [kept.wanted(shapes) for kept in self._kept()]
         names = frozenset[str]().union(*self.wanted)

@@ -102,7 +102,7 @@ def test_the_options_of_train_stand_under_headings_with_true_defaults(
         "--microbatches N, --accumulate N gradient accumulation: micro-batches that each step",
         "--compile, --no-compile compile each component",
         "--resume [auto], --no-resume resume the run",
-        "at 50 % and at 75 % of the run (default: constant)",
+        "returns a factor of --lr (default: constant)",
     ):
         assert part in text
 
