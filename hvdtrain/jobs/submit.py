@@ -6,27 +6,33 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 
 from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import DataError, Interrupted, UsageError
+from hvdtrain.errors import BY_CODE, CheckFailed, DataError, Interrupted, UsageError
 from hvdtrain.host import files
 from hvdtrain.host.ownership import alone
 from hvdtrain.jobs import record, site, slurm
 from hvdtrain.jobs.estimate import estimate
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
-from hvdtrain.jobs.slurm import ENDING_SIGNALS, NotKnown, Request, dry_run, submit_request
-from hvdtrain.options.emulateoptions import EmulateOptions
-from hvdtrain.options.syncoptions import SyncOptions
+from hvdtrain.jobs.slurm import (
+    ENDING_SIGNALS,
+    NotKnown,
+    Request,
+    dry_run,
+    submit_request,
+    task_command,
+)
 from hvdtrain.training.metrics import holds_run
 
 SUMMARY_BEFORE = "summary-before.json"
@@ -75,16 +81,8 @@ def run_folder(training: TrainConfig) -> Path:
     """Return the folder that a run names, else a folder derived from its configuration."""
     if training.run is not None:
         return Path(training.run)
-    # How often a run is evaluated does not change it; nor does the default of a newer option.
-    content = asdict(replace(training, resume=False, eval_every=1))
-    for name in ("verify", "expected"):
-        del content[name]
-    later = (*fields(SyncOptions), *fields(EmulateOptions))
-    newer = {item.name for item in later} - {"allreduce"}
-    for name in ("no_decay", "change_batch_norm", "bind", *configfile.NEWER_OPTIONS, *newer):
-        if content[name] == getattr(TrainConfig, name):
-            del content[name]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    content = json.dumps(configfile.identity(training), sort_keys=True)
+    digest = hashlib.sha256(content.encode()).hexdigest()
     return Path("runs") / f"{files.plain_name(training.model)}-{training.ranks or 1}-{digest[:8]}"
 
 
@@ -116,9 +114,16 @@ def check_runs(runs: Iterable[TrainConfig]) -> None:
     Raises:
         UsageError, DataError: with the reason.
     """
-    from hvdtrain.training.precheck import check_before_submission
-
-    check_before_submission(runs)
+    # In a process of its own, since it loads torch, and may load a model of the user's.
+    done = subprocess.run(
+        task_command("check"),
+        input=json.dumps([asdict(run) for run in runs]),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        reason = (done.stdout.splitlines() or ["the check of the run failed, see above"])[-1]
+        raise BY_CODE.get(done.returncode, CheckFailed)(reason)
 
 
 def _check_job(request: Request) -> None:

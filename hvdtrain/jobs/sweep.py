@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.configfile import MAY_CHANGE_IN_STUDY
+from hvdtrain.configfile import NOT_IN_RESULT
 from hvdtrain.errors import UsageError
 from hvdtrain.host import harmless
 from hvdtrain.host.files import plain_name
@@ -283,7 +283,7 @@ def sweep(study: Study, folder: str, is_dry: bool) -> Iterator[str]:
 def _submit(requests: list[Request], study: Study, folder: str, is_dry: bool) -> Iterator[str]:
     all_runs = [run for request in requests for run in request.runs]
     folders = list(map(run_folder, all_runs))
-    reasons = dict(zip(folders, reasons_to_skip(all_runs, MAY_CHANGE_IN_STUDY), strict=True))
+    reasons = dict(zip(folders, reasons_to_skip(all_runs, NOT_IN_RESULT), strict=True))
     yield from filter(None, reasons.values())
     pending = []
     for request in requests:

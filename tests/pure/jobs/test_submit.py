@@ -12,14 +12,18 @@ def folder(**values: Any) -> str:
     return str(run_folder(TrainConfig(model="cnn", data="d", epochs=3, ranks=2, **values)))
 
 
-def test_it_is_that_of_earlier_versions() -> None:
-    assert folder() == "runs/cnn-2-f170ef07"
+def test_options_with_their_defaults_make_no_other_one() -> None:
+    """A run keeps its folder when a version adds or removes an option that it does not use."""
+    assert (
+        folder() == folder(lr=TrainConfig.lr, whiten=False, sync="exact") == "runs/cnn-2-20ddd602"
+    )
 
 
 @pytest.mark.parametrize(
     "values",
     [
         {"eval_every": 3},
+        {"log_every": 1},
         {"verify": True},
         {"resume": "auto"},
         {"expected": 0.9},
