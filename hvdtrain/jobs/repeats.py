@@ -9,8 +9,7 @@ from statistics import mean
 
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs import record
-from hvdtrain.study.finding import find
-from hvdtrain.study.results import Result
+from hvdtrain.study.results import Result, find
 from hvdtrain.study.series import Size, arrange
 from hvdtrain.study.statistics import Estimate, spread
 

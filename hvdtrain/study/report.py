@@ -9,12 +9,9 @@ from hvdtrain import __version__
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
 from hvdtrain.host.load import Disturbance
-from hvdtrain.study import agreement, comparison, forms, plots, target
-from hvdtrain.study.finding import find
-from hvdtrain.study.forms import runs_csv, sizes_csv
-from hvdtrain.study.methods import BIBTEX, energy_section, laws_text, methods
+from hvdtrain.study import forms, plots, sections
 from hvdtrain.study.options import ReportOptions
-from hvdtrain.study.results import COMPARED_DEFAULTS, Result, machines
+from hvdtrain.study.results import COMPARED_DEFAULTS, Result, find, machines
 from hvdtrain.study.series import Series, Size, arrange
 from hvdtrain.study.statistics import ratio
 from hvdtrain.study.tables import literal, markdown_table, number, rate
@@ -45,7 +42,7 @@ def write(
     folder = Path(to)
     pairs = None
     if wanted.compare is not None:
-        pairs = comparison.pairs(all_series, arrange(find([wanted.compare]).results)[0])
+        pairs = sections.pairs(all_series, arrange(find([wanted.compare]).results)[0])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         pictures = plots.draw(all_series, folder) if all_series else {}
@@ -54,7 +51,7 @@ def write(
     text = as_markdown(all_series, results, [*study.left_out, *without], pictures, wanted, pairs)
     contents = _contents(text, folder, all_series, results)
     if pairs is not None:
-        contents["comparison.csv"] = comparison.pairs_csv(pairs)
+        contents["comparison.csv"] = sections.pairs_csv(pairs)
     for name, content in contents.items():
         files.write_text(folder / name, content, "the report", DataError)
     return folder / "report.md"
@@ -68,8 +65,8 @@ def _contents(
         "report.md": text,
         "report.html": forms.page(text, folder),
         "tables.tex": forms.latex_tables(all_series),
-        "runs.csv": runs_csv(results),
-        "sizes.csv": sizes_csv(all_series, agreement.counts_shown(results)),
+        "runs.csv": forms.runs_csv(results),
+        "sizes.csv": forms.sizes_csv(all_series, sections.counts_shown(results)),
     }
 
 
@@ -79,7 +76,7 @@ def as_markdown(
     left_out: Sequence[str],
     pictures: dict[str, str],
     wanted: ReportOptions,
-    pairs: Sequence[comparison.Pair] | None,
+    pairs: Sequence[sections.Pair] | None,
 ) -> str:
     """Return the text of the report."""
     parts = ["# Scaling report", origin(results)]
@@ -88,14 +85,14 @@ def as_markdown(
         parts.append("No runs on one and on several ranks with the same settings to compare.")
     if pairs is not None:
         base = str(wanted.compare)
-        parts += [f"## Compared with {literal(base)}", comparison.section(pairs, base)]
-    if ways := agreement.rows(results):
+        parts += [f"## Compared with {literal(base)}", sections.comparison_section(pairs, base)]
+    if ways := sections.agreement_rows(results):
         parts += ["## How replicas agreed", AGREEMENT, markdown_table(ways)]
     parts += [f"![{text}]({name})\n\n*{text}*" for name, text in pictures.items()]
     parts += ["## Intervals", INTERVALS]
     if all_series:
-        parts += ["## For a paper", literal(methods(all_series, results))]
-        parts.append(f"```bibtex\n{BIBTEX}\n```")
+        parts += ["## For a paper", literal(sections.methods(all_series, results))]
+        parts.append(f"```bibtex\n{sections.BIBTEX}\n```")
     if lines := _disturbed(all_series):
         parts += ["## Disturbed runs", DISTURBED, _list(lines)]
     if left_out:
@@ -187,13 +184,13 @@ def _section(series: Series, wanted: ReportOptions) -> str:
     parts = [f"## {literal(series.title)}", text]
     parts += [_table(series), _lost_table(series)]
     parts += _predicted(series)
-    accuracy = wanted.to_accuracy or target.expected(series)
-    if (text := energy_section(series, accuracy)) != "":
+    accuracy = wanted.to_accuracy or sections.expected_accuracy(series)
+    if (text := sections.energy_section(series, accuracy)) != "":
         parts.append(text)
     if accuracy is not None:
-        parts.append(target.section(series, accuracy))
+        parts.append(sections.target_section(series, accuracy))
     parts.append(_worth(series, wanted.efficiency))
-    parts.append(laws_text(series))
+    parts.append(sections.laws_text(series))
     return "\n\n".join(parts)
 
 
