@@ -45,29 +45,22 @@ def write(
         pairs = sections.pairs(all_series, arrange(find([wanted.compare]).results)[0])
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        pictures = plots.draw(all_series, folder) if all_series else {}
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror}") from None
+    pictures = plots.draw(all_series, folder) if all_series else {}
     text = as_markdown(all_series, results, [*study.left_out, *without], pictures, wanted, pairs)
-    contents = _contents(text, folder, all_series, results)
-    if pairs is not None:
-        contents["comparison.csv"] = sections.pairs_csv(pairs)
-    for name, content in contents.items():
-        files.write_text(folder / name, content, "the report", DataError)
-    return folder / "report.md"
-
-
-def _contents(
-    text: str, folder: Path, all_series: Sequence[Series], results: Sequence[Result]
-) -> dict[str, str]:
-    """Return the files of a report but its pictures, which are in the folder."""
-    return {
+    contents = {
         "report.md": text,
         "report.html": forms.page(text, folder),
         "tables.tex": forms.latex_tables(all_series),
         "runs.csv": forms.runs_csv(results),
         "sizes.csv": forms.sizes_csv(all_series, sections.counts_shown(results)),
     }
+    if pairs is not None:
+        contents["comparison.csv"] = sections.pairs_csv(pairs)
+    for name, content in contents.items():
+        files.write_text(folder / name, content, "the report", DataError)
+    return folder / "report.md"
 
 
 def as_markdown(
@@ -131,24 +124,20 @@ def _shared(host: str, shared: Disturbance) -> str:
 def origin(results: Sequence[Result]) -> str:
     """Return a list of machines, versions, seeds and settings."""
     seeds = sorted({result.seed for result in results})
-    versions: dict[str, list[str]] = {}
+    versions: dict[str, dict[str, None]] = {}
     for result in results:
         for name, version in result.versions.items():
-            if version not in versions.setdefault(name, []):
-                versions[name].append(version)
+            versions.setdefault(name, {})[version] = None
+    used = [f"{name} {' or '.join(several)}" for name, several in versions.items()]
     settings = _common_settings(results)
     lines = [
         f"Made by hvdtrain {__version__} from {len(results)} runs.",
         *(f"Machine: {text}." for text in machines(list(results))),
-        f"Versions: {', '.join(f'{name} {_either(used)}' for name, used in versions.items())}.",
+        f"Versions: {', '.join(used)}.",
         f"Seeds: {', '.join(map(str, seeds))}.",
         f"Settings of all runs (besides defaults): {settings}.",
     ]
     return _list(lines)
-
-
-def _either(versions: Sequence[str]) -> str:
-    return " or ".join(versions)
 
 
 ALWAYS_SHOWN = ("optimizer", "lr", "precision")  # settings, also with their default
@@ -189,7 +178,10 @@ def _section(series: Series, wanted: ReportOptions) -> str:
         parts.append(text)
     if accuracy is not None:
         parts.append(sections.target_section(series, accuracy))
-    parts.append(_worth(series, wanted.efficiency))
+    parts.append(
+        f"At an efficiency of {wanted.efficiency:.0%} or more, the largest number of ranks worth "
+        f"paying for is {series.worth(wanted.efficiency)} (of the sizes measured)."
+    )
     parts.append(sections.laws_text(series))
     return "\n\n".join(parts)
 
@@ -200,6 +192,7 @@ def _table(series: Series) -> str:
     for size in series.sizes:
         trained = [run.train_seconds for run in size.runs]
         memory = median([run.peak_memory_bytes for run in size.runs])
+        accuracies = [run.accuracy for run in size.runs if run.accuracy is not None]
         row = {
             "ranks": str(size.ranks),
             "repeats": str(len(size.runs)),
@@ -214,7 +207,7 @@ def _table(series: Series) -> str:
             "communication": _part([run.exposed for run in size.runs], trained),
             "bubble": _part([run.bubble for run in size.runs], trained),
             "peak memory (MiB)": f"{memory / 2**20:,.0f}",
-            "accuracy": _accuracy(size),
+            "accuracy": f"{median(accuracies):.4f}" if accuracies else "-",
             "core-hours": number(size.core_hours, ".4f"),
         }
         rows.append(row)
@@ -275,21 +268,8 @@ def _predicted(series: Series) -> list[str]:
     return [f"The planner's predictions:\n\n{markdown_table(rows)}"] if rows else []
 
 
-def _worth(series: Series, efficiency: float) -> str:
-    most = series.worth(efficiency)
-    return (
-        f"At an efficiency of {efficiency:.0%} or more, the largest number of ranks worth paying "
-        f"for is {most} (of the sizes measured)."
-    )
-
-
 def _part(seconds: Sequence[float], whole: Sequence[float]) -> str:
     return f"{median([part / all_ for part, all_ in zip(seconds, whole, strict=True)]):.1%}"
-
-
-def _accuracy(size: Size) -> str:
-    known = [run.accuracy for run in size.runs if run.accuracy is not None]
-    return f"{median(known):.4f}" if known else "-"
 
 
 def _threads(count: int) -> str:

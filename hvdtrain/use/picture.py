@@ -1,16 +1,13 @@
 """The picture of a confusion matrix."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import pyplot
 
-from hvdtrain.errors import DataError
-from hvdtrain.host import files
+from hvdtrain.study.plots import WIDTH, save
 
-WIDTH = 3.4  # inches, of a column of a paper
 STYLE: Any = {"font.size": 8, "savefig.dpi": 300, "savefig.bbox": "tight"}
 MOST_NAMED, MOST_NUMBERED = 50, 20  # classes
 DARK = 0.5  # share above which numbers are white
@@ -45,9 +42,4 @@ def draw_confusion(confusion: np.ndarray, class_names: tuple[str, ...], to: Path
                 colour = "white" if shares[row, column] > DARK else "black"
                 count = str(confusion[row, column])
                 axes.text(column, row, count, ha="center", va="center", color=colour, fontsize=6)
-        try:
-            files.write_whole(to, partial(figure.savefig, format="png"))
-        except OSError as error:
-            raise DataError(f"{to} cannot be written: {error.strerror}") from None
-        finally:
-            pyplot.close(figure)
+        save(figure, to)
