@@ -1,6 +1,6 @@
 """Pictures of a report, each for one column of a paper (3.4 inches wide)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def draw(all_series: Sequence[Series], folder: Path) -> dict[str, str]:
         DataError: if one cannot be written.
     """
     with pyplot.rc_context(STYLE):
-        pictures = {
+        pictures: dict[str, tuple[str, Callable[..., bool]]] = {
             "speedup.png": (
                 "Speed-up over one rank; dashed: ideal; dotted: the law, with its interval.",
                 _speedup,
