@@ -11,7 +11,7 @@ at these sizes.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -196,48 +196,36 @@ def write(folder: Path, name: str, plan: Plan) -> str:
     return str(path)
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """A strategy that is compared.
-
-    Attributes:
-        shape: its plan, in words.
-        plan: returns a value of `--plan`, or a plan, for the components of a model, a number of
-            ranks and the optimum with divided work; None if it has none there.
-    """
-
-    name: str
-    shape: str
-    plan: Callable[[Sequence[ComponentCost], int, Optimum], str | Plan | None]
-
-
 # Large models are trained by those of table I only; so is accuracy.
-STRATEGIES = (
-    Strategy(SINGLE, "all components on one rank", lambda *_: "single"),
-    Strategy(DP, "all components on all ranks", lambda *_: "dp"),
-    Strategy(
-        MP, "a pipeline of one stage per rank", lambda costs, *_: "mp" if len(costs) > 1 else None
-    ),
-    Strategy(
-        HYBRID,
-        "two stages of half of the ranks each, or on fewer than four ranks the tail with half of "
-        "the parameters on one rank and the rest on all",
-        lambda costs, ranks, _: hybrid(costs, ranks) if len(costs) > 1 else None,
-    ),
-    Strategy(
-        FIGURE_6,
-        "the labels of that figure, except that HP is all ranks if they are fewer than four",
-        lambda costs, ranks, _: figure_6([cost.name for cost in costs], ranks),
-    ),
-    Strategy(
-        OBJECTIVE,
-        "the optimum of the paper's objective with divided work, if no other row is the same",
-        lambda _, ranks, optimum: (
-            staged(optimum.groups, 1) if optimum.same_as(ranks) == OBJECTIVE else None
-        ),
-    ),
-    Strategy(ADAPTIVE, "what the planner chooses, again during training", lambda *_: "adaptive"),
-)
+STRATEGIES = {
+    SINGLE: "all components on one rank",
+    DP: "all components on all ranks",
+    MP: "a pipeline of one stage per rank",
+    HYBRID: "two stages of half of the ranks each, or on fewer than four ranks the tail with half "
+    "of the parameters on one rank and the rest on all",
+    FIGURE_6: "the labels of that figure, except that HP is all ranks if they are fewer than four",
+    OBJECTIVE: "the optimum of the paper's objective with divided work, if no other row is the "
+    "same",
+    ADAPTIVE: "what the planner chooses, again during training",
+}
+
+
+def plan_of(
+    strategy: str, costs: Sequence[ComponentCost], ranks: int, optimum: Optimum
+) -> str | Plan | None:
+    """Return a value of `--plan`, or a plan, for a strategy; None if it has none there.
+
+    Args:
+        costs: of the components of the model.
+        optimum: of the paper's objective with divided work.
+    """
+    if strategy == HYBRID:
+        return hybrid(costs, ranks) if len(costs) > 1 else None
+    if strategy == FIGURE_6:
+        return figure_6([cost.name for cost in costs], ranks)
+    if strategy == OBJECTIVE:
+        return staged(optimum.groups, 1) if optimum.same_as(ranks) == OBJECTIVE else None
+    return None if strategy == MP and len(costs) == 1 else strategy.lower()
 
 
 SYNTHETIC = 1024  # images of a size that the packed ones do not have
@@ -317,20 +305,18 @@ class Case:
             DataError: if a plan cannot be written.
         """
         arms = {}
-        for strategy in STRATEGIES:
-            if strategy.name not in TABLE_I and self.model not in self.options.with_accuracy:
+        for name in STRATEGIES:
+            if name not in TABLE_I and self.model not in self.options.with_accuracy:
                 continue
-            plan = strategy.plan(self.costs, self.ranks, optimum)
+            plan = plan_of(name, self.costs, self.ranks, optimum)
             if plan is None:
                 continue
-            key = f"{self.model.key}-{strategy.name.replace(' ', '-')}"
+            key = f"{self.model.key}-{name.replace(' ', '-')}"
             if not isinstance(plan, str):
                 plan = write(Path(self.options.to), f"{key}-{self.ranks}", plan)
-            ranks = 1 if strategy.name == SINGLE else self.ranks
-            name = f"{self.model.key}, {strategy.name}, timed"
-            arms[strategy.name] = Arm(
-                f"timed-{key}-{ranks}", name, ranks, self._timed(plan, ranks)
-            )
+            ranks = 1 if name == SINGLE else self.ranks
+            title = f"{self.model.key}, {name}, timed"
+            arms[name] = Arm(f"timed-{key}-{ranks}", title, ranks, self._timed(plan, ranks))
         return arms
 
     def accuracy(self, timed: Mapping[str, Arm]) -> dict[str, Arm]:

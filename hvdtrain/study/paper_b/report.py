@@ -139,7 +139,7 @@ def _measured(options: PaperBOptions, measured: Sequence[Measured]) -> list[str]
         origin([run for one in measured for runs in one.timed.values() for run in runs]),
         "## Measured: time, communication, memory",
         SHAPES,
-        markdown_table([{"strategy": one.name, "plan": one.shape} for one in STRATEGIES]),
+        markdown_table([{"strategy": name, "plan": shape} for name, shape in STRATEGIES.items()]),
         "Hours are those of steps: start-up is left out, and so are adaptive's profiling and "
         f"migrations. Each value is the median of {options.repeats} run(s) of {options.steps} "
         f"steps, for models that are trained for time only of {MOST_OF_TIMED} run(s) at most and "
