@@ -16,8 +16,8 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host import harmless
 from hvdtrain.host.files import plain_name
 from hvdtrain.jobs import record, site
+from hvdtrain.jobs.estimate import LEAST, Need, need, replacing
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
-from hvdtrain.jobs.repeats import LEAST, Need, need, replacing
 from hvdtrain.jobs.slurm import Request, dry_run
 from hvdtrain.jobs.submit import (
     check,

@@ -21,10 +21,11 @@ from hvdtrain.study.statistics import (
     difference,
     equivalence,
     is_shown,
+    markdown_table,
     median,
+    number,
     ratio,
 )
-from hvdtrain.study.tables import markdown_table, number
 
 SINGLE, MIRRORED, KERAS = "single", "mirrored", "horovod-tensorflow"
 SINGLE_TORCH, TORCH = "single-torch", "horovod-torch"

@@ -13,8 +13,7 @@ from hvdtrain.study import forms, plots, sections
 from hvdtrain.study.options import ReportOptions
 from hvdtrain.study.results import COMPARED_DEFAULTS, Result, find, machines
 from hvdtrain.study.series import Series, Size, arrange
-from hvdtrain.study.statistics import ratio
-from hvdtrain.study.tables import literal, markdown_table, number, rate
+from hvdtrain.study.statistics import literal, markdown_table, number, rate, ratio
 
 
 def write(

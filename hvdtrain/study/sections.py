@@ -12,8 +12,15 @@ from hvdtrain.host.harmless import as_csv
 from hvdtrain.study.laws import BEYOND, Fit, cautions, next_run, usl_peak
 from hvdtrain.study.results import EXACT, Result, machines
 from hvdtrain.study.series import Series, Size
-from hvdtrain.study.statistics import Estimate, median, ratio
-from hvdtrain.study.tables import literal, markdown_table, number, rate
+from hvdtrain.study.statistics import (
+    Estimate,
+    literal,
+    markdown_table,
+    median,
+    number,
+    rate,
+    ratio,
+)
 
 # What ranks count, by its key in summary.json: its head in a table, and its format.
 COUNTS: Mapping[str, tuple[str, str]] = {

@@ -11,8 +11,7 @@ from typing import Literal
 from hvdtrain.planner.strategies import EPOCHS, IMAGES
 from hvdtrain.study.paper_b.plans import ADAPTIVE, DP, HYBRID, MP, SINGLE, TABLE_I, Optimum
 from hvdtrain.study.results import Result
-from hvdtrain.study.statistics import Estimate, equivalence, is_shown, median, ratio
-from hvdtrain.study.tables import number
+from hvdtrain.study.statistics import Estimate, equivalence, is_shown, median, number, ratio
 
 GPUS = 8
 POINTS = 0.5  # within which the paper says that final accuracies lie, in points of per cent

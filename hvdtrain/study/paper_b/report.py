@@ -49,8 +49,7 @@ from hvdtrain.study.plots import COLOURS, HEIGHT, STYLE, WIDTH, draw_by_epoch, s
 from hvdtrain.study.report import origin
 from hvdtrain.study.results import Result, read
 from hvdtrain.study.runs import Arm, make_folder, run_all
-from hvdtrain.study.statistics import difference, median
-from hvdtrain.study.tables import markdown_table, number
+from hvdtrain.study.statistics import difference, markdown_table, median, number
 
 TITLE = (
     'Baligodugula and Amsaad, "Optimizing Distributed Training Approaches for Scaling Neural '

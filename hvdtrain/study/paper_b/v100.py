@@ -40,7 +40,7 @@ from hvdtrain.study.paper_b.claims import (
 )
 from hvdtrain.study.paper_b.plans import ADAPTIVE, DP, HYBRID, MP
 from hvdtrain.study.runs import Arm, make_folder, run_all
-from hvdtrain.study.tables import markdown_table
+from hvdtrain.study.statistics import markdown_table
 from hvdtrain.training import runrecords
 
 CLUSTER = "8-v100"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from markdown import markdown
 
-from hvdtrain.study import forms, report, sections, tables
+from hvdtrain.study import forms, report, sections, statistics
 from hvdtrain.study.results import Epoch
 from hvdtrain.study.series import Series, arrange
 from tests.pure.study.test_results import write_run
@@ -223,14 +223,14 @@ def test_names_are_text_in_each_file_of_a_report(tmp_path: Path) -> None:
     text = (to / "report.md").read_text()
     # Any program that shows Markdown, the page, and the page of text that is not escaped.
     pages = [markdown(text, extensions=["tables", "fenced_code"]), forms.page(text, to)]
-    bare = forms.page("- ".join(f"{tables.shown(name)}\n\n" for name in ("# T", *NAMES)), to)
+    bare = forms.page("- ".join(f"{statistics.shown(name)}\n\n" for name in ("# T", *NAMES)), to)
     for page in map(Text, (*pages, bare)):
         assert not page.tags & {"script", "a", "b"}
         assert {link for link in page.links if not link.startswith("data:")} <= pictures
     assert [page.count("<h1") for page in pages] == [1, 1]
     for page in map(Text, pages):
-        assert all(tables.shown(name) in page.words for name in NAMES)
-    assert tables.markdown_table([{"a": "x|y"}]).splitlines()[-1] == "| x&#124;y |"
+        assert all(statistics.shown(name) in page.words for name in NAMES)
+    assert statistics.markdown_table([{"a": "x|y"}]).splitlines()[-1] == "| x&#124;y |"
     with (tmp_path / "report" / "runs.csv").open() as file:
         cells = [cell for row in csv.reader(file) for cell in row]
     assert "'=0=2+3" in cells
