@@ -135,7 +135,7 @@ def replacing(folder: Path, repeats: int) -> Need:
 
 def _finished(folder: Path) -> Sequence[Result]:
     try:
-        return find([str(folder)]).results
+        return find([str(folder)])[0]
     except UsageError:  # no run is finished, or there is none
         return []
 

@@ -35,19 +35,18 @@ def write(
         DataError: if the report cannot be written.
     """
     wanted = ReportOptions(efficiency=efficiency, **others).check()
-    study = find(runs)
-    results = study.results
+    results, left_out = find(runs)
     all_series, without = arrange(results)
     folder = Path(to)
     pairs = None
     if wanted.compare is not None:
-        pairs = sections.pairs(all_series, arrange(find([wanted.compare]).results)[0])
+        pairs = sections.pairs(all_series, arrange(find([wanted.compare])[0])[0])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror}") from None
     pictures = plots.draw(all_series, folder) if all_series else {}
-    text = as_markdown(all_series, results, [*study.left_out, *without], pictures, wanted, pairs)
+    text = as_markdown(all_series, results, [*left_out, *without], pictures, wanted, pairs)
     contents = {
         "report.md": text,
         "report.html": forms.page(text, folder),
