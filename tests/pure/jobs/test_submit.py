@@ -1,11 +1,15 @@
-"""The default run folder: the same for the same run."""
+"""The default run folder, which is the same for the same run, and the check of a run."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.jobs.submit import run_folder
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.jobs.submit import check_runs, run_folder
 
 
 def folder(**values: Any) -> str:
@@ -39,3 +43,19 @@ def test_how_often_a_run_is_looked_at_makes_no_other_one(values: dict[str, Any])
 )
 def test_what_is_computed_does(values: dict[str, Any]) -> None:
     assert folder(**values) != folder()
+
+
+def test_what_is_wrong_comes_back_from_the_process_that_checks(tmp_path: Path) -> None:
+    good = TrainConfig(model="cnn", data=str(tmp_path))
+    with pytest.raises(DataError, match=f"^{tmp_path}: .*hvdtrain data pack"):
+        check_runs([good])
+    with pytest.raises(UsageError, match="unknown model 'cnm'"):
+        check_runs([TrainConfig(model="cnm", data=str(tmp_path))])
+
+
+def test_the_process_that_submits_loads_no_torch() -> None:
+    program = "import sys; from hvdtrain.jobs import submit, sweep; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "h5py", "matplotlib"} & set(done.stdout.split())
