@@ -1,4 +1,4 @@
-"""What the finished runs of a study tell of further ones: their time, and how many are needed."""
+"""Estimates from finished runs: the time of a further run, and the repeats that a study needs."""
 
 import math
 from collections import Counter

@@ -125,7 +125,13 @@ def pairs(study: Sequence[Series], base: Sequence[Series]) -> list[Pair]:
             "name a folder that has the runs of one"
         )
     return [
-        _pair(series, size, other)
+        Pair(
+            series,
+            size,
+            other,
+            ratio(*([run.images_per_second for run in side.runs] for side in (size, other))),
+            size.speedup.value / other.speedup.value if size.ranks > 1 else None,
+        )
         for series in study
         if (match := bases.get(_key(series))) is not None
         for size in series.sizes
@@ -174,12 +180,6 @@ def pairs_csv(compared: Sequence[Pair]) -> str:
 
 def _key(series: Series) -> tuple[str, int]:
     return series.title, series.sizes[0].runs[0].threads
-
-
-def _pair(series: Series, size: Size, base: Size) -> Pair:
-    rates, base_rates = ([run.images_per_second for run in side.runs] for side in (size, base))
-    speedup = size.speedup.value / base.speedup.value if size.ranks > 1 else None
-    return Pair(series, size, base, ratio(rates, base_rates), speedup)
 
 
 def seconds_to(run: Result, accuracy: float) -> float | None:
@@ -249,7 +249,18 @@ def energy_section(series: Series, accuracy: float | None) -> str:
     for size in series.sizes:
         runs = [run for run in size.runs if run.energy]
         row = {"ranks": str(size.ranks), "runs": str(len(runs))}
-        row |= _columns(runs, accuracy) if runs else {}
+        if runs:
+            per_images = [1e3 * joules(run) / run.samples for run in runs]
+            epochs = [joules(run) / len(run.epochs) for run in runs if run.epochs]
+            watts = [joules(run) / run.seconds for run in runs]
+            row["joules per 1,000 images"] = number(median(per_images), ",.1f")
+            row["joules per epoch"] = number(median(epochs), ",.0f") if epochs else "-"
+            row["watts"] = number(median(watts), ",.1f")
+        if runs and accuracy is not None:
+            ends = ((run, seconds_to(run, accuracy)) for run in runs)
+            until = [joules(run) * end / run.seconds for run, end in ends if end is not None]
+            name = f"joules until {accuracy:.2%} (estimated: the share of the run's time)"
+            row[name] = number(median(until), ",.0f") if until else "-"
         row["counted by"] = " and ".join(sorted({name for run in runs for name in run.energy}))
         rows.append(row)
     if not any(row["counted by"] for row in rows):
@@ -264,22 +275,6 @@ def joules(run: Result) -> float:
     return sum(run.energy.values())
 
 
-def _columns(runs: list[Result], accuracy: float | None) -> dict[str, str]:
-    per_images = [1e3 * joules(run) / run.samples for run in runs]
-    epochs = [joules(run) / len(run.epochs) for run in runs if run.epochs]
-    columns = {
-        "joules per 1,000 images": number(median(per_images), ",.1f"),
-        "joules per epoch": number(median(epochs), ",.0f") if epochs else "-",
-        "watts": number(median([joules(run) / run.seconds for run in runs]), ",.1f"),
-    }
-    if accuracy is not None:
-        pairs = ((run, seconds_to(run, accuracy)) for run in runs)
-        until = [joules(run) * end / run.seconds for run, end in pairs if end is not None]
-        name = f"joules until {accuracy:.2%} (estimated: the share of the run's time)"
-        columns[name] = number(median(until), ",.0f") if until else "-"
-    return columns
-
-
 def laws_text(series: Series) -> str:
     """Return the fitted laws, the simplest one that describes the runs, and its predictions."""
     laws, most = series.laws, series.sizes[-1].ranks
@@ -292,7 +287,14 @@ def laws_text(series: Series) -> str:
     if laws.law is None:
         reason = "so no throughput beyond the sizes measured is predicted"
         return "\n".join([*lines, f"- No law describes these runs, {reason}."])
-    lines.append(f"- {_choice(laws.law)}")
+    law = laws.law
+    if law.name == "linear" and law.is_misfit:
+        worst = max(map(abs, law.misfits.values()))
+        lines.append(f"- These runs are within {worst:.1%} of linear scaling.")
+    elif law.name == "linear":
+        lines.append("- These runs do not differ from linear scaling by more than noise.")
+    else:
+        lines.append(f"- The simplest law that describes these runs is {law.name}.")
     richest = laws.fits[-1]
     if richest is not laws.law and richest.has_repeats:
         target = BEYOND[-1] * most
@@ -306,7 +308,16 @@ def laws_text(series: Series) -> str:
             f"- One more run on {ranks} rank(s) would tell most: it narrows the interval for "
             f"{BEYOND[-1] * most} ranks from ±{before:.1%} to about ±{after:.1%}."
         )
-    return "\n".join(lines) + "\n\n" + _predictions(laws.law, most)
+    rows = [
+        {
+            "ranks": str(times * most),
+            "images/s": rate(law.predicted(times * most)),
+            "speed-up": number(law.predicted(times * most, over=1), ",.2f"),
+        }
+        for times in BEYOND
+    ]
+    beyond = f"Beyond the sizes measured, by {law.name}, if nothing else changes:"
+    return "\n\n".join(["\n".join(lines), beyond, markdown_table(rows)])
 
 
 def _line(fit: Fit, most: int) -> str:
@@ -320,29 +331,6 @@ def _line(fit: Fit, most: int) -> str:
         text += f"; throughput peaks at {peak:.1f} ranks{beyond}"
     caution = cautions(fit)
     return f"{text}. Caution: {caution}." if caution else f"{text}."
-
-
-def _choice(law: Fit) -> str:
-    if law.name == "linear" and law.is_misfit:
-        worst = max(map(abs, law.misfits.values()))
-        return f"These runs are within {worst:.1%} of linear scaling."
-    if law.name == "linear":
-        return "These runs do not differ from linear scaling by more than noise."
-    return f"The simplest law that describes these runs is {law.name}."
-
-
-def _predictions(law: Fit, most: int) -> str:
-    rows = [
-        {
-            "ranks": str(times * most),
-            "images/s": rate(law.predicted(times * most)),
-            "speed-up": number(law.predicted(times * most, over=1), ",.2f"),
-        }
-        for times in BEYOND
-    ]
-    return f"Beyond the sizes measured, by {law.name}, if nothing else changes:\n\n" + (
-        markdown_table(rows)
-    )
 
 
 # By the names of the distributions in a run's versions.
