@@ -36,8 +36,7 @@ from hvdtrain.host import load
 from hvdtrain.host.launchers import ALGORITHMS, has_horovod
 from hvdtrain.host.poll import wait_until
 from hvdtrain.launch import mpirun
-from hvdtrain.study.statistics import Estimate, ratio
-from hvdtrain.study.tables import markdown_table, number
+from hvdtrain.study.statistics import Estimate, markdown_table, number, ratio
 
 PROVES = (
     "`benchmarks/collectives.py` measures each all-reduce; its counts, fits, crossovers "

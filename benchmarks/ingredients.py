@@ -18,8 +18,7 @@ from typing import Any
 from hvdtrain.config import TrainConfig
 from hvdtrain.host.harmless import as_csv, read_mapping
 from hvdtrain.study.runs import Arm, run_all
-from hvdtrain.study.statistics import difference
-from hvdtrain.study.tables import markdown_table, number
+from hvdtrain.study.statistics import difference, markdown_table, number
 
 WHOLE = "the recipe"
 # What each variant has in place of the recipe's values.

@@ -21,8 +21,7 @@ from hvdtrain.options.parser import Parser, add_config, add_dataclass
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.setup.options import ABOUT as SETUP
 from hvdtrain.setup.options import SetupOptions
-from hvdtrain.study.options import ReportOptions
-from hvdtrain.study.paper_b.options import PaperBOptions
+from hvdtrain.study.options import PaperBOptions, ReportOptions
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "doctor": machine.doctor,

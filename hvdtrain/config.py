@@ -112,7 +112,7 @@ class TrainConfig(
         "before the first step, compare three steps under the plan with three steps on one "
         "rank and the same data: gradients, updates, statistics; end the run if they differ",
         Group.PLAN,
-        Rule.FIRST | Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
+        Rule.FIRST | Rule.ALWAYS | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
     )
     memory_limit: float | None = option(
         None,
@@ -222,7 +222,7 @@ class TrainConfig(
         "epochs between two evaluations; the last epoch is always evaluated; 0: never "
         "evaluate, for timing",
         Group.OUTPUT,
-        Rule.NOT_NEGATIVE | Rule.ON_RESUME,
+        Rule.NOT_NEGATIVE | Rule.ALWAYS,
     )
     stall_timeout: float = option(
         300.0,

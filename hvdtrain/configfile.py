@@ -16,22 +16,30 @@ from hvdtrain.options.syncrequest import folded, parse_compress_request, parse_s
 MAY_CHANGE_ON_RESUME = frozenset(
     item.name for item in fields(TrainConfig) if Rule.ON_RESUME in item.metadata["rule"]
 )
-# In a run of a study only these may change: else the study would report one run as another.
-MAY_CHANGE_IN_STUDY = frozenset(
-    item.name for item in fields(TrainConfig) if Rule.IN_STUDY in item.metadata["rule"]
+# These do not change the result. In a run of a study only these may change: else the study would
+# report one run as another.
+NOT_IN_RESULT = frozenset(
+    item.name for item in fields(TrainConfig) if Rule.NO_RESULT in item.metadata["rule"]
 )
 # Values with the behaviour of versions that had no such key. A missing key identifies them.
 # What a run of a version without an option did, but for OLDER_DEFAULTS.
 DEFAULTS = {item.name: item.default for item in fields(TrainConfig) if item.default is not MISSING}
-NEWER_OPTIONS = (  # with their defaults, a run has the folder that older versions gave it
-    *("flip", "shift", "border", "whiten", "test_augment", "lr_start", "lr_end", "lr_scale"),
-    *("lookahead", "lookahead_share", "resident", "tf32", "cudnn_benchmark"),
-    *("deterministic", "callback"),
-)
 OLDER_DEFAULTS = {"no_decay": "none"}
 TYPES = get_type_hints(TrainConfig)
 SCALAR = str | int | float | bool | None
 OF_OTHER_VERSIONS = SCALAR | list[SCALAR]
+
+
+def identity(config: TrainConfig) -> dict[str, Any]:
+    """Return the values that decide the result and are not defaults.
+
+    So an option that is added or removed leaves the identity of a run without it as it is.
+    """
+    return {
+        name: value
+        for name, value in asdict(config).items()
+        if name not in NOT_IN_RESULT and not (name in DEFAULTS and value == DEFAULTS[name])
+    }
 
 
 def with_older_defaults(config: TrainConfig) -> TrainConfig:

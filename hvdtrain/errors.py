@@ -55,6 +55,13 @@ class Interrupted(HvdtrainError):
     exit_code = 130
 
 
+# The exit code of a program that failed selects the error.
+BY_CODE: dict[int, type[HvdtrainError]] = {
+    kind.exit_code: kind
+    for kind in (CheckFailed, UsageError, DataError, RankError, Preempted, Interrupted)
+}
+
+
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     """Return `text`, with its end cut off if it has more characters than `most`."""
     return text if len(text) <= most else f"{text[: most - 4]} ..."

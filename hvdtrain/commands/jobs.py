@@ -8,7 +8,7 @@ from hvdtrain.commands import as_json, in_one_process
 from hvdtrain.config import TrainConfig
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.options.parser import select_fields
-from hvdtrain.study.paper_b.options import PaperBOptions
+from hvdtrain.study.options import PaperBOptions
 
 
 def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
@@ -78,9 +78,9 @@ def reproduce_paper_b(arguments: Sequence[str], **values: Any) -> int:
     """Train the runs of paper B, predict its table, and write a report of both."""
     in_one_process("reproduce paper-b")
     options = PaperBOptions(**values).check()
-    from hvdtrain.study.paper_b import study
+    from hvdtrain.study.paper_b.report import reproduce
 
-    print(study.reproduce(options, _say))
+    print(reproduce(options, _say))
     return 0
 
 

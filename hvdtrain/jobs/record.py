@@ -111,7 +111,19 @@ def states(runs: Mapping[Path, Record]) -> dict[Path, dict[str, State]]:
     """
     on_slurm = [record for record in runs.values() if record.cluster == "slurm"]
     known = slurm.states([number for record in on_slurm for number in record.jobs])
-    return {run: _states_of(run, record, known) for run, record in runs.items()}
+    by_run: dict[Path, dict[str, State]] = {}
+    for run, record in runs.items():
+        if record.cluster == "slurm":
+            # Compare names: job numbers start again after Slurm was set up again.
+            by_run[run] = {
+                number: known[number]
+                for number in record.jobs
+                if number in known and known[number].name == record.name
+            }
+        else:
+            state = _local_state(run, record)
+            by_run[run] = {record.jobs[-1]: state} if state is not None else {}
+    return by_run
 
 
 def active(runs: Iterable[Path]) -> dict[Path, list[str]]:
@@ -127,19 +139,6 @@ def active(runs: Iterable[Path]) -> dict[Path, list[str]]:
         run: [number for number, state in known.get(run, {}).items() if state.is_active]
         for run in runs
     }
-
-
-def _states_of(run: Path, record: Record, known: Mapping[str, State]) -> dict[str, State]:
-    """Return the states of a run's jobs, from Slurm's or from this machine's."""
-    if record.cluster == "slurm":
-        # Compare names: job numbers start again after Slurm was set up again.
-        return {
-            number: known[number]
-            for number in record.jobs
-            if number in known and known[number].name == record.name
-        }
-    state = _local_state(run, record)
-    return {record.jobs[-1]: state} if state is not None else {}
 
 
 def _local_state(run: Path, record: Record) -> State | None:

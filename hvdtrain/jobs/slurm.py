@@ -261,17 +261,18 @@ def dry_run(request: Request) -> str:
     return text
 
 
-def _task(mode: str) -> list[str]:
+def task_command(mode: str) -> list[str]:
+    """Return the command of `jobs.task`, without its run folders."""
     return [sys.executable, "-P", "-m", "hvdtrain.jobs.task", mode]
 
 
 def _command(executor: Any, runs: Sequence[str]) -> str:
     """Return the command for srun; several runs become an array."""
     if len(runs) == 1:
-        return f"{BLOCKED} {shlex.join([*_task('rank'), *runs])}"
+        return f"{BLOCKED} {shlex.join([*task_command('rank'), *runs])}"
     executor.parameters["map_count"] = len(runs)
     executor.parameters["setup"].append(f"runs=({shlex.join(runs)})")
-    return f'{BLOCKED} {shlex.join(_task("rank"))} "${{runs[SLURM_ARRAY_TASK_ID]}}"'
+    return f'{BLOCKED} {shlex.join(task_command("rank"))} "${{runs[SLURM_ARRAY_TASK_ID]}}"'
 
 
 def _local_command(runs: Sequence[str]) -> str:
@@ -281,7 +282,7 @@ def _local_command(runs: Sequence[str]) -> str:
         value = os.environ.get(name)
         changes += ["-u", name] if value is None else [f"{name}={value}"]
     changes.sort(key="=".__contains__)
-    return shlex.join(["env", *changes, *_task("runs"), *runs])
+    return shlex.join(["env", *changes, *task_command("runs"), *runs])
 
 
 @contextmanager

@@ -6,27 +6,33 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 
 from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import DataError, Interrupted, UsageError
+from hvdtrain.errors import BY_CODE, CheckFailed, DataError, Interrupted, UsageError
 from hvdtrain.host import files
 from hvdtrain.host.ownership import alone
 from hvdtrain.jobs import record, site, slurm
 from hvdtrain.jobs.estimate import estimate
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
-from hvdtrain.jobs.slurm import ENDING_SIGNALS, NotKnown, Request, dry_run, submit_request
-from hvdtrain.options.emulateoptions import EmulateOptions
-from hvdtrain.options.syncoptions import SyncOptions
+from hvdtrain.jobs.slurm import (
+    ENDING_SIGNALS,
+    NotKnown,
+    Request,
+    dry_run,
+    submit_request,
+    task_command,
+)
 from hvdtrain.training.metrics import holds_run
 
 SUMMARY_BEFORE = "summary-before.json"
@@ -75,16 +81,8 @@ def run_folder(training: TrainConfig) -> Path:
     """Return the folder that a run names, else a folder derived from its configuration."""
     if training.run is not None:
         return Path(training.run)
-    # How often a run is evaluated does not change it; nor does the default of a newer option.
-    content = asdict(replace(training, resume=False, eval_every=1))
-    for name in ("verify", "expected"):
-        del content[name]
-    later = (*fields(SyncOptions), *fields(EmulateOptions))
-    newer = {item.name for item in later} - {"allreduce"}
-    for name in ("no_decay", "change_batch_norm", "bind", *configfile.NEWER_OPTIONS, *newer):
-        if content[name] == getattr(TrainConfig, name):
-            del content[name]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    content = json.dumps(configfile.identity(training), sort_keys=True)
+    digest = hashlib.sha256(content.encode()).hexdigest()
     return Path("runs") / f"{files.plain_name(training.model)}-{training.ranks or 1}-{digest[:8]}"
 
 
@@ -95,8 +93,7 @@ def check(requests: Sequence[Request]) -> None:
         UsageError: with the option that is wrong.
     """
     for request in requests:
-        _check_job(request)
-        _check_folders(request)
+        _check_request(request)
     queued = [request for request in requests if request.job.cluster == "slurm"]
     if not queued:
         return
@@ -116,12 +113,20 @@ def check_runs(runs: Iterable[TrainConfig]) -> None:
     Raises:
         UsageError, DataError: with the reason.
     """
-    from hvdtrain.training.precheck import check_before_submission
+    # In a process of its own, since it loads torch, and may load a model of the user's.
+    done = subprocess.run(
+        task_command("check"),
+        input=json.dumps([asdict(run) for run in runs]),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        reason = (done.stdout.splitlines() or ["the check of the run failed, see above"])[-1]
+        raise BY_CODE.get(done.returncode, CheckFailed)(reason)
 
-    check_before_submission(runs)
 
-
-def _check_job(request: Request) -> None:
+def _check_request(request: Request) -> None:
+    """Refuse options and folders that no job can have."""
     job, site = request.job, request.site
     for training in request.runs:
         if training.restarts:
@@ -148,10 +153,6 @@ def _check_job(request: Request) -> None:
         raise UsageError(
             "--chain is not possible with --cluster local, which has no queue: leave it out"
         )
-
-
-def _check_folders(request: Request) -> None:
-    """Refuse folders whose names are patterns, or that other users may change."""
     logs = str(request.logs.absolute())
     if "%" in logs or "\\" in logs:
         raise UsageError(
@@ -159,9 +160,7 @@ def _check_folders(request: Request) -> None:
             "of log files: choose a folder whose path has neither"
         )
     for folder in (request.logs, *(run_folder(training) for training in request.runs)):
-        if not folder.exists():
-            continue
-        if fault := files.ownership_problem(folder):
+        if folder.exists() and (fault := files.ownership_problem(folder)):
             raise UsageError(f"{fault}; a job executes what is in it")
 
 
@@ -200,29 +199,24 @@ def reasons_to_skip(
     Raises:
         UsageError: if a folder holds a run of another configuration.
     """
-    active = record.active(run_folder(run) for run in runs)
-    return [_reason_to_skip(run, active[run_folder(run)], may_change) for run in runs]
-
-
-def _reason_to_skip(
-    training: TrainConfig, active: Sequence[str], may_change: frozenset[str]
-) -> str:
-    run = run_folder(training)
-    saved = run / "config.yaml"
-    if not holds_run(run):
-        return ""
-    old = configfile.load(saved)
-    if changed := configfile.differences(old, training, may_change):
-        raise UsageError(
-            f"{run} holds a run of another configuration ({'; '.join(changed)}): "
-            "choose another folder"
-        )
-    if active:
-        return f"{run} is job {', '.join(active)} already"
-    is_as_long = all(old.get(name) == getattr(training, name) for name in ("epochs", "max_steps"))
-    if is_as_long and (run / "summary.json").exists():
-        return f"{run} is done already"
-    return ""
+    active, reasons = record.active(run_folder(run) for run in runs), []
+    for training in runs:
+        run, reason = run_folder(training), ""
+        if holds_run(run):
+            old = configfile.load(run / "config.yaml")
+            if changed := configfile.differences(old, training, may_change):
+                raise UsageError(
+                    f"{run} holds a run of another configuration ({'; '.join(changed)}): "
+                    "choose another folder"
+                )
+            length = ("epochs", "max_steps")
+            is_as_long = all(old.get(name) == getattr(training, name) for name in length)
+            if active[run]:
+                reason = f"{run} is job {', '.join(active[run])} already"
+            elif is_as_long and (run / "summary.json").exists():
+                reason = f"{run} is done already"
+        reasons.append(reason)
+    return reasons
 
 
 def submit_and_record(
@@ -261,19 +255,16 @@ def submit_and_record(
             if links:
                 for training, jobs in zip(request.runs, zip(*links, strict=True), strict=True):
                     _write_record(request, training, jobs, version)
+    numbers = [number for link in links for number in link]
+    if received and not numbers:
+        raise Interrupted("interrupted before a job was submitted")
     if received:
-        raise _interrupted(request, links)
-    return [number for numbers in links for number in numbers]
-
-
-def _interrupted(request: Request, links: Sequence[Sequence[str]]) -> Interrupted:
-    if not links:
-        return Interrupted("interrupted before a job was submitted")
-    numbers = ", ".join(number for link in links for number in link)
-    runs = " ".join(str(training.run) for training in request.runs)
-    return Interrupted(
-        f"interrupted after job {numbers} was submitted: end it with hvdtrain jobs cancel {runs}"
-    )
+        runs = " ".join(str(training.run) for training in request.runs)
+        raise Interrupted(
+            f"interrupted after job {', '.join(numbers)} was submitted: end it with hvdtrain jobs "
+            f"cancel {runs}"
+        )
+    return numbers
 
 
 def _write_record(

@@ -4,20 +4,20 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.configfile import MAY_CHANGE_IN_STUDY
+from hvdtrain.configfile import NOT_IN_RESULT
 from hvdtrain.errors import UsageError
 from hvdtrain.host import harmless
 from hvdtrain.host.files import plain_name
 from hvdtrain.jobs import record, site
+from hvdtrain.jobs.estimate import LEAST, Need, need, replacing
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
-from hvdtrain.jobs.repeats import LEAST, Need, need, replacing
 from hvdtrain.jobs.slurm import Request, dry_run
 from hvdtrain.jobs.submit import (
     check,
@@ -100,24 +100,17 @@ class StudyOptions:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """The repeats of one size, which differ only in their seeds and become one submission."""
-
-    runs: tuple[TrainConfig, ...]
-    job: JobOptions
-
-
-@dataclass(frozen=True)
 class Study:
     """A study: its sizes and its options.
 
     Attributes:
-        cells: sizes in the order of submission, which is random.
+        cells: the repeats of each size, which differ only in their seeds and become one
+            submission, in the order of submission, which is random.
         options: options of the study.
         remarks: why sizes need more repeats.
     """
 
-    cells: tuple[Cell, ...]
+    cells: tuple[Request, ...]
     options: StudyOptions
     remarks: tuple[str, ...] = ()
 
@@ -143,7 +136,7 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Study:
     parser = Parser()
     for option_class in OPTION_CLASSES:
         add_dataclass(parser, option_class)
-    cells: dict[str, Cell] = {}
+    cells: dict[str, Request] = {}
     needed = None
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
@@ -169,12 +162,16 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Study:
         elif options.repeat_disturbed:
             needed = needed or replacing(Path(folder), options.repeats)
             options = replace(options, repeats=needed.counts.get(name, options.repeats))
-        cell = _cell(parsed, options, str(Path(folder) / name), varied)
-        cell = replace(cell, job=cell.job.overridden_by(slurm))
+        cell = _cell(parsed, options, Path(folder), name, slurm)
         # One rank runs the same under every plan, so that is a single size.
         cells.setdefault(repr([replace(cell.runs[0], run=None), cell.job]), cell)
     shuffled = list(cells.values())
-    _check_folders(path, shuffled)
+    folders = Counter(cell.runs[0].run for cell in shuffled)
+    if duplicate := next((run for run, count in folders.items() if count > 1), None):
+        raise UsageError(
+            f"{path}: two combinations of values have the same run folder {duplicate}: write the "
+            "values differently"
+        )
     # Random order: slow changes of the cluster's load must not correlate with the sizes.
     random.Random(0).shuffle(shuffled)
     return Study(tuple(shuffled), options, tuple(needed.remarks if needed else ()))
@@ -216,25 +213,15 @@ def _axes(path: str) -> dict[str, list[Any]]:
     return axes
 
 
-def _check_folders(path: str, cells: Iterable[Cell]) -> None:
-    """Refuse a study in which two sizes have the same run folder."""
-    folders = Counter(cell.runs[0].run for cell in cells)
-    if duplicate := next((run for run, count in folders.items() if count > 1), None):
-        raise UsageError(
-            f"{path}: two combinations of values have the same run folder {duplicate}: write the "
-            "values differently"
-        )
-
-
 def _cell(
-    parsed: dict[str, Any], options: StudyOptions, stem: str, varied: Collection[str]
-) -> Cell:
-    """Return the repeats of one combination of values, in run folders that start with `stem`."""
+    parsed: dict[str, Any], options: StudyOptions, folder: Path, name: str, slurm: SlurmOptions
+) -> Request:
+    """Return the repeats of one combination of values, in run folders that start with `name`."""
     assert isinstance(options.repeats, int)
-    for name in ("repeats", "ranks_per_node", "in_flight"):
-        value = getattr(options, name)
+    for option in ("repeats", "ranks_per_node", "in_flight"):
+        value = getattr(options, option)
         if value is not None and not 0 < value <= MOST_RUNS:
-            raise UsageError(f"{name} must be between 1 and {MOST_RUNS}, not {value}")
+            raise UsageError(f"{option} must be between 1 and {MOST_RUNS}, not {value}")
     job, run = select_fields(JobOptions, parsed), select_fields(TrainConfig, parsed)
     ranks = run.ranks or 1
     if options.scaling == "weak":
@@ -257,9 +244,18 @@ def _cell(
     if run.threads is None:
         run = replace(run, threads=job.cpus_per_rank)
     seeds = range(run.seed, run.seed + options.repeats)
+    stem = str(folder / name)
     runs = [replace(run, ranks=ranks, seed=n, run=f"{stem}-seed={n}").check() for n in seeds]
     job.ranks_per_node(run)
-    return Cell(tuple(runs), job)
+    job = job.overridden_by(slurm)
+    return Request(
+        runs=tuple(runs),
+        job=job,
+        site=site.load(job.site),
+        logs=folder / record.LOGS,
+        name=name,
+        parallel=min(options.in_flight or len(runs), len(runs)),
+    )
 
 
 def sweep(study: Study, folder: str, is_dry: bool) -> Iterator[str]:
@@ -272,68 +268,40 @@ def sweep(study: Study, folder: str, is_dry: bool) -> Iterator[str]:
     Raises:
         UsageError, DataError: as `submit`; nothing is submitted if any run is refused.
     """
-    requests = [_request(cell, study, folder) for cell in study.cells]
     yield from study.remarks
-    check(requests)
-    check_runs(request.runs[0] for request in requests)
+    check(study.cells)
+    check_runs(cell.runs[0] for cell in study.cells)
     with nullcontext() if is_dry else submission_lock(Path(folder)):
-        yield from _submit(requests, study, folder, is_dry)
+        yield from _submit(study, Path(folder), is_dry)
 
 
-def _submit(requests: list[Request], study: Study, folder: str, is_dry: bool) -> Iterator[str]:
-    all_runs = [run for request in requests for run in request.runs]
+def _submit(study: Study, folder: Path, is_dry: bool) -> Iterator[str]:
+    all_runs = [run for cell in study.cells for run in cell.runs]
     folders = list(map(run_folder, all_runs))
-    reasons = dict(zip(folders, reasons_to_skip(all_runs, MAY_CHANGE_IN_STUDY), strict=True))
+    reasons = dict(zip(folders, reasons_to_skip(all_runs, NOT_IN_RESULT), strict=True))
     yield from filter(None, reasons.values())
     pending = []
-    for request in requests:
-        if runs := tuple(run for run in request.runs if not reasons[run_folder(run)]):
-            pending.append(replace(request, runs=runs))
+    for cell in study.cells:
+        if runs := tuple(run for run in cell.runs if not reasons[run_folder(run)]):
+            pending.append(replace(cell, runs=runs))
     if is_dry:
         yield from map(dry_run, pending)
         return
     if pending and pending[0].job.cluster == "local":
-        pending = [_merged(pending, Path(folder))]
-    limit = study.options.in_flight
+        # One job runs them all in turn, within the sum of their time limits.
+        minutes = sum(cell.job.minutes() * len(cell.runs) for cell in pending)
+        job = replace(pending[0].job, time=str(minutes))
+        runs = tuple(run for cell in pending for run in cell.runs)
+        pending = [replace(pending[0], runs=runs, job=job, name=folder.name)]
+    limit, submitted = study.options.in_flight, list[list[str]]()
     others = record.active(folders) if limit is not None else {}
     earlier = [number for numbers in others.values() for number in numbers]
-    submitted: list[list[str]] = []
     for request in pending:
-        submitted.append(submit_and_record(request, _dependency(study, earlier, submitted)))
+        dependency = None
+        if limit is not None:  # one more starts when an earlier one has ended
+            together = max(1, limit // max(len(cell.runs) for cell in study.cells))
+            before = submitted[-together] if len(submitted) >= together else earlier
+            dependency = f"afterany:{joined_numbers(before)}" if before else None
+        submitted.append(submit_and_record(request, dependency))
         count = f"{len(request.runs)} run{'s' if len(request.runs) > 1 else ''}"
         yield f"{request.name}: {count}, job {joined_numbers(submitted[-1]).replace(':', ', ')}"
-
-
-def _request(cell: Cell, study: Study, folder: str) -> Request:
-    most = study.options.in_flight or len(cell.runs)
-    return Request(
-        runs=cell.runs,
-        job=cell.job,
-        site=site.load(cell.job.site),
-        logs=Path(folder) / record.LOGS,
-        name=run_folder(cell.runs[0]).name.rpartition("-seed=")[0],
-        parallel=min(most, len(cell.runs)),
-    )
-
-
-def _merged(requests: list[Request], folder: Path) -> Request:
-    """Return one request for all runs, with the sum of their time limits."""
-    runs = [run for request in requests for run in request.runs]
-    minutes = sum(request.job.minutes() * len(request.runs) for request in requests)
-    job = replace(requests[0].job, time=str(minutes))
-    return replace(requests[0], runs=tuple(runs), job=job, name=folder.name)
-
-
-def _dependency(study: Study, earlier: list[str], submitted: list[list[str]]) -> str | None:
-    """Return the dependency of the next submission that keeps to the study's `in_flight`.
-
-    Args:
-        earlier: jobs of the study that were waiting or running before this sweep.
-        submitted: job numbers of the submissions of this sweep.
-    """
-    if study.options.in_flight is None:
-        return None
-    repeats = max(len(cell.runs) for cell in study.cells)
-    together = max(1, study.options.in_flight // repeats)
-    before = submitted[-together] if len(submitted) >= together else earlier
-    return f"afterany:{joined_numbers(before)}" if before else None

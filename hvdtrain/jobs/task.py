@@ -1,9 +1,11 @@
 """The program of a job: `python -m hvdtrain.jobs.task rank RUN`, or `... runs RUN...`.
 
 The arguments are run folders. A job executes what `config.yaml` in such a folder says, so a folder
-that another user could have changed since the submission is refused.
+that another user could have changed since the submission is refused. Before the submission,
+`... check` looks at the runs.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hvdtrain.errors import DataError, Interrupted, Preempted, UsageError
+from hvdtrain.errors import DataError, HvdtrainError, Interrupted, Preempted, UsageError
 from hvdtrain.host import files
 from hvdtrain.host.stop import STOP_SIGNALS
 
@@ -22,6 +24,8 @@ CONFIGURATION = "config.yaml"
 def main(words: Sequence[str]) -> int:
     """Run this task; return the exit code."""
     mode, *runs = words
+    if mode == "check":
+        return check_runs(sys.stdin.read())
     try:
         if mode == "rank":
             exec_train(runs[0])
@@ -29,6 +33,23 @@ def main(words: Sequence[str]) -> int:
     except (DataError, UsageError) as error:
         print(f"hvdtrain: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+
+
+def check_runs(configurations: str) -> int:
+    """Check the configurations of a JSON list as their ranks would; return the exit code.
+
+    What is wrong is the last line of standard output.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the process that submits says what happened
+    from hvdtrain.config import TrainConfig
+    from hvdtrain.training.precheck import check_before_submission
+
+    try:
+        check_before_submission(TrainConfig(**values) for values in json.loads(configurations))
+    except HvdtrainError as error:
+        print(error)
+        return error.exit_code
+    return 0
 
 
 def exec_train(run: str) -> NoReturn:

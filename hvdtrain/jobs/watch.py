@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -133,37 +132,25 @@ def as_text(rows: Sequence[Row]) -> str:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    cells = [_cells(row) for row in rows]
-    for name in cells[0]:
-        is_text = name in ("run", "job", "state", "nodes")
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
-    for row_cells in cells:
-        table.add_row(*row_cells.values())
+    for name in ("run", "job", "state", "nodes"):
+        table.add_column(name, overflow="fold")
+    for name in ("elapsed", "epoch", "step", "accuracy", "images/s", "last heartbeat"):
+        table.add_column(name, justify="right", overflow="fold")
+    for row in rows:
+        numbers = (
+            *((row.epoch, ""), (row.step, ","), (row.accuracy, ".4f")),
+            (row.images_per_second, ",.0f"),
+        )
+        table.add_row(
+            *(row.run, row.job, row.state, row.nodes, row.elapsed),
+            *("-" if value is None else format(value, form) for value, form in numbers),
+            _ago(row.heartbeat_seconds),
+        )
     text = io.StringIO()
     width = max(shutil.get_terminal_size((160, 24)).columns, 100)
     output.console(file=text, width=width).print(table)
     notes = [f"{row.run}: {row.note}" for row in rows if row.note]
     return "\n".join([*(line.rstrip() for line in text.getvalue().splitlines()), *notes])
-
-
-def _cells(row: Row) -> dict[str, str]:
-    """Return the cells of a row by the name of their column."""
-    return {
-        "run": row.run,
-        "job": row.job,
-        "state": row.state,
-        "nodes": row.nodes,
-        "elapsed": row.elapsed,
-        "epoch": _known(row.epoch),
-        "step": _known(row.step, ","),
-        "accuracy": _known(row.accuracy, ".4f"),
-        "images/s": _known(row.images_per_second, ",.0f"),
-        "last heartbeat": _ago(row.heartbeat_seconds),
-    }
-
-
-def _known(value: Any, form: str = "") -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _ago(seconds: float | None) -> str:

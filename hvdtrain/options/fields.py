@@ -28,8 +28,8 @@ class Rule(Flag):
     SHARE = auto()
     ONE_LINE = auto()
     ON_RESUME = auto()  # a resumed run may have another value
-    IN_STUDY = auto()
-    ALWAYS = ON_RESUME | IN_STUDY  # and so may the same run of a study
+    NO_RESULT = auto()
+    ALWAYS = ON_RESUME | NO_RESULT  # it does not change the result: it makes no other run
     TORCH_ONLY = auto()
     NOT_MIRRORED = auto()  # it needs the gradients before MirroredStrategy applies them
     NOT_COMPARED = auto()  # runs that a study compares may differ in it

@@ -10,8 +10,8 @@ from typing import Any
 from markdown import Markdown
 
 from hvdtrain.host.harmless import as_csv
-from hvdtrain.study import agreement
 from hvdtrain.study.results import Result
+from hvdtrain.study.sections import counts_shown, median_count
 from hvdtrain.study.series import Series, Size
 from hvdtrain.study.statistics import Estimate
 
@@ -162,7 +162,7 @@ RUN_COLUMNS = (
 
 def runs_csv(results: Sequence[Result]) -> str:
     """Return the numbers of each run."""
-    keys = agreement.counts_shown(results)
+    keys = counts_shown(results)
     names = [*RUN_COLUMNS, *(["agreement"] if keys else [])]
     rows = [
         [
@@ -198,6 +198,6 @@ def sizes_csv(all_series: Sequence[Series], counts: Sequence[str]) -> str:
                 row += [getattr(estimate, part, None) for part in ("value", "low", "high")]
             if counts:
                 row += [series.agreement]
-                row += [agreement.median_count(size.runs, key) for key in counts]
+                row += [median_count(size.runs, key) for key in counts]
             rows.append(row)
     return as_csv(heads, rows)

@@ -104,11 +104,17 @@ class Fit:
     @property
     def parameters(self) -> dict[str, Estimate]:
         """Images/s of one rank, and the parameters of the law."""
-        errors, one = self._standard_errors, math.log(self.one)
-        known = {"images_per_second": _interval(one, errors, 0, self._t).through(math.exp)}
-        for place, (name, value) in enumerate(self.values.items(), 1):
-            known[name] = _clipped(_interval(value, errors, place, self._t))
-        return known
+        values, halves = [math.log(self.one), *self.values.values()], None
+        if (covariance := self.covariance) is not None:
+            halves = self._t * np.sqrt(np.maximum(np.diag(covariance), 0.0))
+        one, *others = (
+            Estimate(value)
+            if halves is None
+            else Estimate(value, value - float(halves[place]), value + float(halves[place]))
+            for place, value in enumerate(values)
+        )
+        known = {"images_per_second": one.through(math.exp)}
+        return known | dict(zip(self.values, map(_clipped, others), strict=True))
 
     def predicted(self, ranks: float, over: float | None = None) -> Estimate:
         """Return the predicted images/s, or the speed-up over `over` ranks, with its interval."""
@@ -152,8 +158,10 @@ class Fit:
     @property
     def is_misfit(self) -> bool:
         """Return whether the residuals are more than noise explains."""
-        p_value = self._misfit_p_value()
-        return p_value is not None and p_value < MISFIT
+        (noise, noise_degrees), (misfit, degrees) = self._noise, self._misfit()
+        if noise_degrees < 1 or degrees < 1:
+            return False
+        return noise == 0 or float(stats.f.sf(misfit / noise, degrees, noise_degrees)) < MISFIT
 
     @property
     def residuals(self) -> float:
@@ -164,33 +172,18 @@ class Fit:
             for rate in rates
         )
 
-    @property
-    def _count(self) -> int:
-        return sum(map(len, self.measured.values()))
-
-    @property
-    def _parameters(self) -> int:
-        return 1 + len(self.values)
-
     @cached_property
     def _noise(self) -> tuple[float, int]:
         """Mean square of the noise of repeats, and its degrees of freedom."""
         logs = [np.log(rates) for rates in self.measured.values()]
-        degrees = self._count - len(logs)
+        degrees = sum(map(len, logs)) - len(logs)
         return sum(float(((x - x.mean()) ** 2).sum()) for x in logs) / max(degrees, 1), degrees
 
     def _misfit(self) -> tuple[float, int]:
         """Mean square of what repeats do not explain, and its degrees of freedom."""
         noise, noise_degrees = self._noise
-        degrees = len(self.measured) - self._parameters
+        degrees = len(self.measured) - 1 - len(self.values)
         return max(self.residuals - noise * noise_degrees, 0.0) / max(degrees, 1), degrees
-
-    def _misfit_p_value(self) -> float | None:
-        """Return the p-value of the hypothesis that noise explains all residuals."""
-        (noise, noise_degrees), (misfit, degrees) = self._noise, self._misfit()
-        if noise_degrees < 1 or degrees < 1:
-            return None
-        return float(stats.f.sf(misfit / noise, degrees, noise_degrees)) if noise else 0.0
 
     @cached_property
     def _variance_and_degrees(self) -> tuple[float, int]:
@@ -200,7 +193,7 @@ class Fit:
         """
         if self.is_misfit:
             return self._misfit()
-        degrees = self._count - self._parameters
+        degrees = sum(map(len, self.measured.values())) - 1 - len(self.values)
         return self.residuals / max(degrees, 1), max(degrees, 1)
 
     @property
@@ -210,11 +203,6 @@ class Fit:
     @property
     def _t(self) -> float:
         return t_quantile(self._variance_and_degrees[1])
-
-    @property
-    def _standard_errors(self) -> Vector | None:
-        covariance = self.covariance
-        return None if covariance is None else np.sqrt(np.maximum(np.diag(covariance), 0.0))
 
     def _slope(self, ranks: float) -> Vector:
         """Return the derivatives of the logarithm of the throughput by the parameters."""
@@ -348,13 +336,6 @@ def _improves(richer: Fit, simpler: Fit) -> bool:
     if gain <= 0:
         return False
     return noise == 0 or float(stats.f.sf(gain / noise, added, degrees)) < SIGNIFICANT
-
-
-def _interval(value: float, errors: Vector | None, place: int, t: float) -> Estimate:
-    if errors is None:
-        return Estimate(value)
-    half = t * float(errors[place])
-    return Estimate(value, value - half, value + half)
 
 
 def _clipped(estimate: Estimate) -> Estimate:

@@ -4,7 +4,7 @@ Paper A: Abdulkarim et al., "Optimizing Training Time in Deep Learning Models Us
 Computing Techniques", AJEST 5(1), 2026, doi 10.55145/ajest.2026.05.01.009.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +21,11 @@ from hvdtrain.study.statistics import (
     difference,
     equivalence,
     is_shown,
+    markdown_table,
     median,
+    number,
     ratio,
 )
-from hvdtrain.study.tables import markdown_table, number
 
 SINGLE, MIRRORED, KERAS = "single", "mirrored", "horovod-tensorflow"
 SINGLE_TORCH, TORCH = "single-torch", "horovod-torch"
@@ -156,8 +157,13 @@ def _table(main: Mapping[str, list[Result]], names: Mapping[str, str]) -> str:
                 "images/s of steps": number(
                     median([run.images_per_second for run in runs]), ",.0f"
                 ),
-                "validation accuracy": _median([run.validation_accuracy for run in runs]),
-                "test accuracy": _median([run.accuracy for run in runs]),
+                **{
+                    name: number(median(values), ".4f") if values else "-"
+                    for name, values in (
+                        ("validation accuracy", _known(run.validation_accuracy for run in runs)),
+                        ("test accuracy", _known(run.accuracy for run in runs)),
+                    )
+                },
                 "paper: seconds": f"{published[0]:.2f}" if published else "-",
                 "paper: accuracy": f"{published[1]:.4f}" if published else "-",
             }
@@ -170,13 +176,8 @@ def _time_ratio(main: Mapping[str, list[Result]], key: str) -> Estimate:
     return ratio(arm, base)
 
 
-def _median(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return number(median(known), ".4f") if known else "-"
-
-
-def _accuracies(runs: Sequence[Result]) -> list[float]:
-    return [run.accuracy for run in runs if run.accuracy is not None]
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def verdict(main: Mapping[str, list[Result]], names: Mapping[str, str]) -> str:
@@ -187,28 +188,20 @@ def verdict(main: Mapping[str, list[Result]], names: Mapping[str, str]) -> str:
     ]
     for key, base in BASES.items():
         time = _time_ratio(main, key)
-        accuracies = _accuracies(main[key]), _accuracies(main[base])
-        p_value = equivalence(*accuracies, POINT)
+        accuracies = [_known(run.accuracy for run in main[name]) for name in (key, base)]
+        p_value = equivalence(accuracies[0], accuracies[1], POINT)
+        apart = difference(accuracies[0], accuracies[1])
+        points = f"{100 * apart.value:+.2f} points from the single device's"
+        if apart.low is not None and apart.high is not None:
+            points += f" ({100 * apart.low:+.2f} to {100 * apart.high:+.2f})"
+        shown = "shown" if is_shown(p_value) else "not shown"
+        why = ": that needs repeats" if p_value is None else f" (p = {p_value:.3f})"
         parts.append(
-            f"- {names[key]} {_less_time(time)}; its accuracy is "
-            f"{_points(difference(*accuracies))}. {_equivalence(p_value)} "
+            f"- {names[key]} {_less_time(time)}; its accuracy is {points}. "
+            f"That both are within one point is {shown}{why}. "
             f"{_conclusion(time, is_shown(p_value))}"
         )
     return "\n".join(parts)
-
-
-def _points(accuracy: Estimate) -> str:
-    text = f"{100 * accuracy.value:+.2f} points from the single device's"
-    if accuracy.low is not None and accuracy.high is not None:
-        text += f" ({100 * accuracy.low:+.2f} to {100 * accuracy.high:+.2f})"
-    return text
-
-
-def _equivalence(p_value: float | None) -> str:
-    if p_value is None:
-        return "That both are within one point is not shown: that needs repeats."
-    shown = "shown" if is_shown(p_value) else "not shown"
-    return f"That both are within one point is {shown} (p = {p_value:.3f})."
 
 
 def _less_time(time: Estimate) -> str:
@@ -228,13 +221,11 @@ def _conclusion(time: Estimate, is_equivalent: bool) -> str:
         return "The difference in time is within the noise, so the claim is not confirmed."
     if time.low > 1:
         return "The claim does not hold here."
-    size = (
-        "as much as the paper's"
-        if time.low <= 1 - CLAIMED <= time.high
-        else ("more than the paper's" if time.high < 1 - CLAIMED else "less than the paper's")
-    )
+    size = "as much as" if time.low <= 1 - CLAIMED <= time.high else "less than"
+    if time.high < 1 - CLAIMED:
+        size = "more than"
     alone = "" if is_equivalent else " for the time alone"
-    return f"The claim holds here{alone}; the gain is {size}."
+    return f"The claim holds here{alone}; the gain is {size} the paper's."
 
 
 def cost_of_mirrors(results: Mapping[str, list[Result]]) -> str:

@@ -1,6 +1,6 @@
 """Pictures of a report, each for one column of a paper (3.4 inches wide)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,27 +52,38 @@ PARTS = {
 
 
 def draw(all_series: Sequence[Series], folder: Path) -> dict[str, str]:
-    """Draw all pictures into the folder, as PNG and as PDF; return captions by name of the PNG."""
+    """Draw all pictures into the folder, as PNG and as PDF; return captions by name of the PNG.
+
+    Raises:
+        DataError: if one cannot be written.
+    """
     with pyplot.rc_context(STYLE):
-        pictures = {
+        pictures: dict[str, tuple[str, Callable[..., bool]]] = {
             "speedup.png": (
                 "Speed-up over one rank; dashed: ideal; dotted: the law, with its interval.",
                 _speedup,
             ),
             "efficiency.png": ("Efficiency; dashed: ideal.", _efficiency),
             "time.png": ("Time of the steps by cause, by number of ranks.", _time),
-            "accuracy.png": ("Test accuracy by epoch, medians and ranges of repeats.", _accuracy),
-            "loss.png": ("Test loss by epoch, medians and ranges of repeats.", _loss),
-            "train_loss.png": ("Training loss by epoch, medians and ranges.", _train_loss),
+            "accuracy.png": (
+                "Test accuracy by epoch, medians and ranges of repeats.",
+                partial(_curves, name="accuracy", label="test accuracy"),
+            ),
+            "loss.png": (
+                "Test loss by epoch, medians and ranges of repeats.",
+                partial(_curves, name="loss", label="test loss"),
+            ),
+            "train_loss.png": (
+                "Training loss by epoch, medians and ranges.",
+                partial(_curves, name="train_loss", label="training loss"),
+            ),
             "memory.png": ("Peak memory of the rank that uses most.", _memory),
         }
         captions = {}
         for name, (caption, drawing) in pictures.items():
             figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT))
             if drawing(axes, all_series):
-                for kind in ("png", "pdf"):
-                    draw_file = partial(figure.savefig, format=kind, metadata=NO_DATE[kind])
-                    files.write_whole((folder / name).with_suffix(f".{kind}"), draw_file)
+                save(figure, folder / name, (folder / name).with_suffix(".pdf"))
                 captions[name] = caption
             pyplot.close(figure)
     return captions
@@ -144,18 +155,6 @@ def _part(lost: Lost, name: str) -> float:
     return float(getattr(lost, name)) + faster
 
 
-def _accuracy(axes: Any, all_series: Sequence[Series]) -> bool:
-    return _curves(axes, all_series, "accuracy", "test accuracy")
-
-
-def _loss(axes: Any, all_series: Sequence[Series]) -> bool:
-    return _curves(axes, all_series, "loss", "test loss")
-
-
-def _train_loss(axes: Any, all_series: Sequence[Series]) -> bool:
-    return _curves(axes, all_series, "train_loss", "training loss")
-
-
 def draw_by_epoch(arms: Mapping[str, Sequence[Result]], name: str, label: str, to: Path) -> None:
     """Draw the `name` of each arm's runs by epoch: medians and ranges of the repeats.
 
@@ -173,16 +172,18 @@ def draw_by_epoch(arms: Mapping[str, Sequence[Result]], name: str, label: str, t
         save(figure, to)
 
 
-def save(figure: Any, to: Path) -> None:
-    """Write a picture, and close it.
+def save(figure: Any, *paths: Path) -> None:
+    """Write a picture, as PDF into a file of that suffix and else as PNG, and close it.
 
     Raises:
         DataError: if it cannot be written.
     """
     try:
-        files.write_whole(to, partial(figure.savefig, format="png"))
+        for path in paths:
+            kind = "pdf" if path.suffix == ".pdf" else "png"
+            files.write_whole(path, partial(figure.savefig, format=kind, metadata=NO_DATE[kind]))
     except OSError as error:
-        raise DataError(f"{to} cannot be written: {error.strerror}") from None
+        raise DataError(f"{path} cannot be written: {error.strerror}") from None
     finally:
         pyplot.close(figure)
 

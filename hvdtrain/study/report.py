@@ -9,15 +9,11 @@ from hvdtrain import __version__
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
 from hvdtrain.host.load import Disturbance
-from hvdtrain.study import agreement, comparison, forms, plots, target
-from hvdtrain.study.finding import find
-from hvdtrain.study.forms import runs_csv, sizes_csv
-from hvdtrain.study.methods import BIBTEX, energy_section, laws_text, methods
+from hvdtrain.study import forms, plots, sections
 from hvdtrain.study.options import ReportOptions
-from hvdtrain.study.results import COMPARED_DEFAULTS, Result, machines
+from hvdtrain.study.results import COMPARED_DEFAULTS, Result, find, machines
 from hvdtrain.study.series import Series, Size, arrange
-from hvdtrain.study.statistics import ratio
-from hvdtrain.study.tables import literal, markdown_table, number, rate
+from hvdtrain.study.statistics import literal, markdown_table, number, rate, ratio
 
 
 def write(
@@ -39,38 +35,30 @@ def write(
         DataError: if the report cannot be written.
     """
     wanted = ReportOptions(efficiency=efficiency, **others).check()
-    study = find(runs)
-    results = study.results
+    results, left_out = find(runs)
     all_series, without = arrange(results)
     folder = Path(to)
     pairs = None
     if wanted.compare is not None:
-        pairs = comparison.pairs(all_series, arrange(find([wanted.compare]).results)[0])
+        pairs = sections.pairs(all_series, arrange(find([wanted.compare])[0])[0])
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        pictures = plots.draw(all_series, folder) if all_series else {}
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror}") from None
-    text = as_markdown(all_series, results, [*study.left_out, *without], pictures, wanted, pairs)
-    contents = _contents(text, folder, all_series, results)
-    if pairs is not None:
-        contents["comparison.csv"] = comparison.pairs_csv(pairs)
-    for name, content in contents.items():
-        files.write_text(folder / name, content, "the report", DataError)
-    return folder / "report.md"
-
-
-def _contents(
-    text: str, folder: Path, all_series: Sequence[Series], results: Sequence[Result]
-) -> dict[str, str]:
-    """Return the files of a report but its pictures, which are in the folder."""
-    return {
+    pictures = plots.draw(all_series, folder) if all_series else {}
+    text = as_markdown(all_series, results, [*left_out, *without], pictures, wanted, pairs)
+    contents = {
         "report.md": text,
         "report.html": forms.page(text, folder),
         "tables.tex": forms.latex_tables(all_series),
-        "runs.csv": runs_csv(results),
-        "sizes.csv": sizes_csv(all_series, agreement.counts_shown(results)),
+        "runs.csv": forms.runs_csv(results),
+        "sizes.csv": forms.sizes_csv(all_series, sections.counts_shown(results)),
     }
+    if pairs is not None:
+        contents["comparison.csv"] = sections.pairs_csv(pairs)
+    for name, content in contents.items():
+        files.write_text(folder / name, content, "the report", DataError)
+    return folder / "report.md"
 
 
 def as_markdown(
@@ -79,7 +67,7 @@ def as_markdown(
     left_out: Sequence[str],
     pictures: dict[str, str],
     wanted: ReportOptions,
-    pairs: Sequence[comparison.Pair] | None,
+    pairs: Sequence[sections.Pair] | None,
 ) -> str:
     """Return the text of the report."""
     parts = ["# Scaling report", origin(results)]
@@ -88,14 +76,14 @@ def as_markdown(
         parts.append("No runs on one and on several ranks with the same settings to compare.")
     if pairs is not None:
         base = str(wanted.compare)
-        parts += [f"## Compared with {literal(base)}", comparison.section(pairs, base)]
-    if ways := agreement.rows(results):
+        parts += [f"## Compared with {literal(base)}", sections.comparison_section(pairs, base)]
+    if ways := sections.agreement_rows(results):
         parts += ["## How replicas agreed", AGREEMENT, markdown_table(ways)]
     parts += [f"![{text}]({name})\n\n*{text}*" for name, text in pictures.items()]
     parts += ["## Intervals", INTERVALS]
     if all_series:
-        parts += ["## For a paper", literal(methods(all_series, results))]
-        parts.append(f"```bibtex\n{BIBTEX}\n```")
+        parts += ["## For a paper", literal(sections.methods(all_series, results))]
+        parts.append(f"```bibtex\n{sections.BIBTEX}\n```")
     if lines := _disturbed(all_series):
         parts += ["## Disturbed runs", DISTURBED, _list(lines)]
     if left_out:
@@ -134,24 +122,20 @@ def _shared(host: str, shared: Disturbance) -> str:
 def origin(results: Sequence[Result]) -> str:
     """Return a list of machines, versions, seeds and settings."""
     seeds = sorted({result.seed for result in results})
-    versions: dict[str, list[str]] = {}
+    versions: dict[str, dict[str, None]] = {}
     for result in results:
         for name, version in result.versions.items():
-            if version not in versions.setdefault(name, []):
-                versions[name].append(version)
+            versions.setdefault(name, {})[version] = None
+    used = [f"{name} {' or '.join(several)}" for name, several in versions.items()]
     settings = _common_settings(results)
     lines = [
         f"Made by hvdtrain {__version__} from {len(results)} runs.",
         *(f"Machine: {text}." for text in machines(list(results))),
-        f"Versions: {', '.join(f'{name} {_either(used)}' for name, used in versions.items())}.",
+        f"Versions: {', '.join(used)}.",
         f"Seeds: {', '.join(map(str, seeds))}.",
         f"Settings of all runs (besides defaults): {settings}.",
     ]
     return _list(lines)
-
-
-def _either(versions: Sequence[str]) -> str:
-    return " or ".join(versions)
 
 
 ALWAYS_SHOWN = ("optimizer", "lr", "precision")  # settings, also with their default
@@ -187,13 +171,16 @@ def _section(series: Series, wanted: ReportOptions) -> str:
     parts = [f"## {literal(series.title)}", text]
     parts += [_table(series), _lost_table(series)]
     parts += _predicted(series)
-    accuracy = wanted.to_accuracy or target.expected(series)
-    if (text := energy_section(series, accuracy)) != "":
+    accuracy = wanted.to_accuracy or sections.expected_accuracy(series)
+    if (text := sections.energy_section(series, accuracy)) != "":
         parts.append(text)
     if accuracy is not None:
-        parts.append(target.section(series, accuracy))
-    parts.append(_worth(series, wanted.efficiency))
-    parts.append(laws_text(series))
+        parts.append(sections.target_section(series, accuracy))
+    parts.append(
+        f"At an efficiency of {wanted.efficiency:.0%} or more, the largest number of ranks worth "
+        f"paying for is {series.worth(wanted.efficiency)} (of the sizes measured)."
+    )
+    parts.append(sections.laws_text(series))
     return "\n\n".join(parts)
 
 
@@ -203,6 +190,7 @@ def _table(series: Series) -> str:
     for size in series.sizes:
         trained = [run.train_seconds for run in size.runs]
         memory = median([run.peak_memory_bytes for run in size.runs])
+        accuracies = [run.accuracy for run in size.runs if run.accuracy is not None]
         row = {
             "ranks": str(size.ranks),
             "repeats": str(len(size.runs)),
@@ -217,7 +205,7 @@ def _table(series: Series) -> str:
             "communication": _part([run.exposed for run in size.runs], trained),
             "bubble": _part([run.bubble for run in size.runs], trained),
             "peak memory (MiB)": f"{memory / 2**20:,.0f}",
-            "accuracy": _accuracy(size),
+            "accuracy": f"{median(accuracies):.4f}" if accuracies else "-",
             "core-hours": number(size.core_hours, ".4f"),
         }
         rows.append(row)
@@ -278,21 +266,8 @@ def _predicted(series: Series) -> list[str]:
     return [f"The planner's predictions:\n\n{markdown_table(rows)}"] if rows else []
 
 
-def _worth(series: Series, efficiency: float) -> str:
-    most = series.worth(efficiency)
-    return (
-        f"At an efficiency of {efficiency:.0%} or more, the largest number of ranks worth paying "
-        f"for is {most} (of the sizes measured)."
-    )
-
-
 def _part(seconds: Sequence[float], whole: Sequence[float]) -> str:
     return f"{median([part / all_ for part, all_ in zip(seconds, whole, strict=True)]):.1%}"
-
-
-def _accuracy(size: Size) -> str:
-    known = [run.accuracy for run in size.runs if run.accuracy is not None]
-    return f"{median(known):.4f}" if known else "-"
 
 
 def _threads(count: int) -> str:

@@ -1,8 +1,9 @@
-"""Read the result of a finished run from its folder."""
+"""Find the runs of a study below some folders, and read the results of those that are finished."""
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.images import shown
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.energy import SLURM
 from hvdtrain.host.load import Disturbance
@@ -353,3 +355,39 @@ def _epoch(line: Line) -> Epoch:
         accuracy=line.val_accuracy if accuracy is None else accuracy,
         seconds=line.seconds,
     )
+
+
+def find(paths: list[str]) -> tuple[list[Result], list[str]]:
+    """Return the finished runs in and below these folders, and a line for each other run.
+
+    A run has the name of its path below the nearest folder of all.
+
+    Raises:
+        UsageError: if a folder does not exist, or none holds a finished run.
+    """
+    folders: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise UsageError(
+                f"{path} is not a folder: name run folders, or a folder that has some"
+            )
+        # Also what has lost its configuration, so that the report names it.
+        for file in sorted((*path.rglob("config.yaml"), *path.rglob(SUMMARY))):
+            folders.setdefault(file.parent.resolve(), file.parent)
+    common = os.path.commonpath([folder.parent for folder in folders]) if folders else ""
+    names = {folder: shown(whole.relative_to(common)) for whole, folder in folders.items()}
+    results: list[Result] = []
+    left_out: list[str] = []
+    # In the order of the names, so that no text depends on where the folders are.
+    for folder, name in sorted(names.items(), key=lambda item: item[1]):
+        if not os.path.lexists(folder / SUMMARY):
+            left_out.append(f"{name} is not finished")
+            continue
+        try:
+            results.append(replace(read(folder), name=name))
+        except DataError as error:
+            left_out.append(str(error).replace(str(folder), name))
+    if not results:
+        reasons = "; ".join(left_out[:3]) or "there is no config.yaml in or below it"
+        raise UsageError(f"no run in {', '.join(paths)} can be reported: {reasons}")
+    return results, left_out

@@ -8,22 +8,8 @@ from pathlib import Path
 
 from hvdtrain import configfile, launch
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import (
-    CheckFailed,
-    DataError,
-    HvdtrainError,
-    Interrupted,
-    Preempted,
-    RankError,
-    UsageError,
-)
+from hvdtrain.errors import BY_CODE, DataError, Interrupted, Preempted, RankError, UsageError
 from hvdtrain.host import files
-
-# The exit code of a run that stopped selects the error.
-KINDS: dict[int, type[HvdtrainError]] = {
-    kind.exit_code: kind
-    for kind in (CheckFailed, UsageError, DataError, RankError, Preempted, Interrupted)
-}
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,7 @@ def check_same(config: TrainConfig) -> None:
     path = Path(config.run or "") / "config.yaml"
     if path.exists():
         saved = configfile.load(path)
-        changed = configfile.differences(saved, config, configfile.MAY_CHANGE_IN_STUDY)
+        changed = configfile.differences(saved, config, configfile.NOT_IN_RESULT)
         if changed:
             raise UsageError(
                 f"{path.parent} holds a run of other settings ({'; '.join(changed)}): "
@@ -72,7 +58,7 @@ def train(config: TrainConfig, ranks: int, folder: Path) -> None:
     words = ["train", "--config", str(path), "--resume", "auto"]
     outcome = launch.supervise(ranks, words)
     if outcome.code:
-        kind = KINDS.get(outcome.code, RankError)
+        kind = BY_CODE.get(outcome.code, RankError)
         first = "" if kind in (Interrupted, Preempted) else "fix the cause above, then "
         raise kind(f"{run} stopped: {first}run the same command again to resume")
 

@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import combinations
 from statistics import median as middle
 
@@ -11,11 +11,12 @@ import numpy as np
 from scipy import stats
 
 from hvdtrain.options.planrequest import Pipeline, parse_plan_request
-from hvdtrain.study.agreement import OPTIONS
+from hvdtrain.options.syncoptions import SyncOptions
 from hvdtrain.study.laws import Laws, Scaling, compare, serial_fraction
 from hvdtrain.study.results import EXACT, Result
 from hvdtrain.study.statistics import Estimate, median, ratio
 
+SYNC_OPTIONS = frozenset(item.name for item in fields(SyncOptions))
 SCALINGS: tuple[Scaling, ...] = ("strong", "weak")
 
 
@@ -145,7 +146,7 @@ def arrange(results: Iterable[Result]) -> tuple[list[Series], list[str]]:
     """
     groups: dict[str, list[Result]] = defaultdict(list)
     for result in results:
-        settings = {k: value for k, value in result.settings.items() if k not in OPTIONS}
+        settings = {k: value for k, value in result.settings.items() if k not in SYNC_OPTIONS}
         groups[json.dumps([result.model, settings], sort_keys=True)].append(result)
     all_series: list[Series] = []
     left_out: list[str] = []

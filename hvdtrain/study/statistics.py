@@ -1,4 +1,4 @@
-"""Medians, ratios and differences of repeats, each with an interval, and a test of equivalence.
+"""Medians, ratios and differences of repeats with intervals, an equivalence test, and tables.
 
 All intervals are for 95 % and follow Student's t distribution, with the variance that the median
 of a normal sample has; two samples are compared as by Welch (Biometrika 34, 1947). Positive
@@ -8,17 +8,24 @@ has no interval.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from hvdtrain.data.images import shown
+
 CONFIDENCE = 0.95
 # Variance of the median of N normal values over that of their mean, from N = 1; Hojo, Biometrika
 # 23, 1931. Larger samples: an approximation.
 MEDIAN_VARIANCE = (1.0, 1.0, 1.346, 1.193, 1.434, 1.288, 1.473, 1.345, 1.495)
+
+# What means something to Markdown or HTML in a line, or at its start; a lone sign does not, nor
+# an underscore within a word.
+_MARKUP = re.compile(r"[&<>`*~|\\\[\]]|(?<!\w)_|_(?!\w)|^#|^[-+](?=[-+\s])")
 
 Sample = NDArray[np.float64]
 
@@ -132,3 +139,32 @@ def _median_variance(count: int) -> float:
     if count <= len(MEDIAN_VARIANCE):
         return MEDIAN_VARIANCE[count - 1]
     return math.pi / 2 * count / (count + (0.57 if count % 2 else 1.36))
+
+
+def number(estimate: Estimate, form: str) -> str:
+    """Return an estimate with its interval as text."""
+    text = format(estimate.value, form)
+    if estimate.low is None or estimate.high is None:
+        return text
+    return f"{text} ({format(estimate.low, form)} to {format(estimate.high, form)})"
+
+
+def rate(estimate: Estimate) -> str:
+    """Return images/s with their interval as text, to about three digits."""
+    return number(estimate, ",.0f" if estimate.value >= 100 else ",.1f")
+
+
+def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a table with a row per mapping, whose keys are the heads of the columns."""
+    heads = list(rows[0])
+    lines = [list(map(literal, line)) for line in (heads, *(row.values() for row in rows))]
+    lines.insert(1, ["---"] * len(heads))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def literal(text: str) -> str:
+    """Return a line with names, which may hold anything, as Markdown that shows them as they are.
+
+    Characters become references such as &#91; for [, which no reader takes for Markdown.
+    """
+    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", shown(text))

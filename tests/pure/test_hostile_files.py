@@ -24,7 +24,7 @@ from hvdtrain.jobs import record, site, sweep, watch
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.planner import clusters
-from hvdtrain.study import finding, series
+from hvdtrain.study import results, series
 from hvdtrain.training import inputs
 from tests import hostile
 from tests.pure.jobs.test_watch import RECORD
@@ -252,11 +252,11 @@ def as_text(content: Any, name: str) -> str:
 
 def check_other_runs(runs: Path) -> None:
     """Read all runs: the bad one is read or named with its fault, and the others are read."""
-    study = finding.find([str(runs)])
-    all_series, without = series.arrange(study.results)
+    finished, left_out = results.find([str(runs)])
+    all_series, without = series.arrange(finished)
     assert {"one", "two"} <= {run.name for one in all_series for run in one.runs}
-    faults = [line for line in (*study.left_out, *without) if line.startswith("bad")]
-    assert faults or "bad" in {run.name for run in study.results}
+    faults = [line for line in (*left_out, *without) if line.startswith("bad")]
+    assert faults or "bad" in {run.name for run in finished}
     assert all("\n" not in line and len(line) < 900 for line in faults)
     rows = watch.rows(*record.runs_of([str(runs)]))
     assert [Path(row.run).name for row in rows] == ["bad", "one", "two"]

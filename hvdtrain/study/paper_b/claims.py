@@ -1,18 +1,17 @@
-"""The numbers of paper B, its claims with the functions that judge them, and its contradictions.
+"""The numbers of paper B, its contradictions, and its claims judged by measurements.
 
 Baligodugula and Amsaad, "Optimizing Distributed Training Approaches for Scaling Neural Networks",
 arXiv 2503.23186, 2025: CIFAR-100 on 8 V100 of 32 GB with NVLink, 100 epochs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from hvdtrain.planner.strategies import EPOCHS, IMAGES
 from hvdtrain.study.paper_b.plans import ADAPTIVE, DP, HYBRID, MP, SINGLE, TABLE_I, Optimum
 from hvdtrain.study.results import Result
-from hvdtrain.study.statistics import Estimate, equivalence, is_shown, median, ratio
-from hvdtrain.study.tables import number
+from hvdtrain.study.statistics import Estimate, equivalence, is_shown, median, number, ratio
 
 GPUS = 8
 POINTS = 0.5  # within which the paper says that final accuracies lie, in points of per cent
@@ -137,10 +136,6 @@ class Measured:
         """Return the name in the report."""
         return f"{self.model}, {self.ranks} ranks"
 
-    def step_seconds(self, strategy: str) -> Estimate:
-        """Return the median seconds of a step."""
-        return median([run.step_seconds for run in self.timed[strategy]])
-
     def hours(self, strategy: str) -> list[float]:
         """Return the hours of the paper's epochs, extrapolated from the step of each run."""
         return [
@@ -163,80 +158,59 @@ class Measured:
     @property
     def values(self) -> Values:
         """Return the medians of what table I has."""
-        communication = {
-            strategy: median([run.exposed / run.train_seconds for run in runs]).value
-            for strategy, runs in self.timed.items()
-        }
         return {
             HOURS: {name: median(self.hours(name)).value for name in self.timed},
             MEMORY: {name: median(self.memory_bytes(name)).value / 1e9 for name in self.timed},
-            COMMUNICATION: communication,
+            COMMUNICATION: {
+                name: median([run.exposed / run.train_seconds for run in runs]).value
+                for name, runs in self.timed.items()
+            },
         }
 
-    def is_equivalent(self, strategy: str, points: float) -> bool:
-        """Return whether the accuracy is shown to be within some points of that of one rank."""
+    def is_equivalent(self, strategy: str) -> bool:
+        """Return whether the accuracy is shown to be within POINTS of that of one rank."""
         values, single = self.accuracies(strategy), self.accuracies(SINGLE)
-        return is_shown(equivalence(values, single, points / 100))
+        return is_shown(equivalence(values, single, POINTS / 100))
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A claim of the paper.
+def verdicts(measured: Measured) -> list[str]:
+    """Return a line per claim: what was measured, and whether it holds here.
 
-    Attributes:
-        text: first part of its line in the report.
-        judge: returns what was measured and whether the claim holds here, None if the runs that
-            this needs were left out.
-        tolerance: the least ratio that the claim allows, or the points of accuracy.
+    A claim whose runs were left out has none.
     """
-
-    text: str
-    judge: Callable[[Measured, float], str | None]
-    tolerance: float
-
-
-def _over_single(measured: Measured, least: float) -> str:
-    # A speed-up over one device has a size only for a number of devices.
-    claimed = least if measured.ranks == GPUS else None
-    return _on_ranks(measured, measured.speedup(ADAPTIVE, SINGLE), claimed)
-
-
-def _over_hybrid(measured: Measured, least: float) -> str | None:
-    if HYBRID not in measured.timed:
-        return None
-    return _on_ranks(measured, measured.speedup(ADAPTIVE, HYBRID), least)
-
-
-def _on_ranks(measured: Measured, speedup: Estimate, least: float | None) -> str:
-    value = number(speedup, ".2f")
-    return f"measured {value}x on {measured.ranks} ranks: {_ratio(speedup, least)}"
-
-
-def _fastest(measured: Measured, least: float) -> str:
     static = [name for name in measured.timed if name != ADAPTIVE]
     best = min(static, key=lambda name: median(measured.hours(name)).value)
-    speedup = measured.speedup(ADAPTIVE, best)
-    value = number(speedup, ".2f")
-    return f"{value}x over the best static one, {best}: {_ratio(speedup, least)}"
+    on_ranks = f"x on {measured.ranks} ranks"
+    # A speed-up over one device has a size only for a number of devices.
+    claimed = 3.2 if measured.ranks == GPUS else None
+    claims: list[tuple[str, Estimate, str, float | None]] = [
+        (
+            "adaptive over single: the paper reports 3.8x and 3.2x on 8 GPUs; measured ",
+            *(measured.speedup(ADAPTIVE, SINGLE), on_ranks, claimed),
+        )
+    ]
+    if HYBRID in measured.timed:
+        text = "adaptive over hybrid: the paper reports 1.18x and 1.15x on 8 GPUs; measured "
+        claims.append((text, measured.speedup(ADAPTIVE, HYBRID), on_ranks, 1.15))
+    text, over = "adaptive is the fastest strategy: ", f"x over the best static one, {best}"
+    claims.append((text, measured.speedup(ADAPTIVE, best), over, 1.0))
+    if MP in measured.timed:
+        text = "MP needs less memory per device than DP: DP needed "
+        needed = ratio(measured.memory_bytes(DP), measured.memory_bytes(MP))
+        claims.append((text, needed, " times the memory of MP", 1.0))
+    lines = [
+        f"- {before}{number(value, '.2f')}{after}: {_verdict(value, least)}"
+        for before, value, after, least in claims
+    ]
+    if measured.accuracy:
+        others = [name for name in measured.accuracy if name != SINGLE]
+        unknown = [name for name in others if not measured.is_equivalent(name)]
+        shown = f"not shown for {', '.join(unknown)}" if unknown else "shown"
+        lines.append(f"- all accuracies are within 0.5 points of single: {shown}")
+    return lines
 
 
-def _memory(measured: Measured, least: float) -> str | None:
-    if MP not in measured.timed:
-        return None
-    needed = ratio(measured.memory_bytes(DP), measured.memory_bytes(MP))
-    value = number(needed, ".2f")
-    return f"DP needed {value} times the memory of MP: {_ratio(needed, least)}"
-
-
-def _same_accuracy(measured: Measured, points: float) -> str | None:
-    if not measured.accuracy:
-        return None
-    others = [name for name in measured.accuracy if name != SINGLE]
-    unknown = [name for name in others if not measured.is_equivalent(name, points)]
-    return f"not shown for {', '.join(unknown)}" if unknown else "shown"
-
-
-def _ratio(value: Estimate, least: float | None) -> str:
+def _verdict(value: Estimate, least: float | None) -> str:
     """Return what a measured ratio says of the claim that it is at least `least`.
 
     Args:
@@ -251,20 +225,3 @@ def _ratio(value: Estimate, least: float | None) -> str:
     if least is None:
         return f"faster, and how much is claimed for {GPUS} GPUs only"
     return "faster, by less than claimed" if value.high < least else "the claim holds here"
-
-
-CLAIMS = (
-    Claim("adaptive over single: the paper reports 3.8x and 3.2x on 8 GPUs;", _over_single, 3.2),
-    Claim(
-        "adaptive over hybrid: the paper reports 1.18x and 1.15x on 8 GPUs;", _over_hybrid, 1.15
-    ),
-    Claim("adaptive is the fastest strategy:", _fastest, 1.0),
-    Claim("MP needs less memory per device than DP:", _memory, 1.0),
-    Claim("all accuracies are within 0.5 points of single:", _same_accuracy, POINTS),
-)
-
-
-def verdicts(measured: Measured) -> list[str]:
-    """Return a line per claim: what was measured, and whether it holds here."""
-    judged = [(claim.text, claim.judge(measured, claim.tolerance)) for claim in CLAIMS]
-    return [f"- {text} {verdict}" for text, verdict in judged if verdict is not None]

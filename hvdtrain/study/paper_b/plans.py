@@ -1,4 +1,4 @@
-"""The strategies that are compared, as plans, and the optimum of the paper's printed objective.
+"""The strategies that are compared, as plans and runs, and the optimum of the paper's objective.
 
 The paper names strategies by component: DP on all devices, MP partitioned over devices, HP on
 some. A plan puts whole components on ranks, so MP means one rank here.
@@ -11,18 +11,26 @@ at these sizes.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 
-from hvdtrain.errors import DataError
+from torch import cuda
+
+from hvdtrain import models
+from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import Index
+from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
-from hvdtrain.models.costs import ComponentCost
+from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.plan.plan import Plan, Stage, pipeline
+from hvdtrain.planner import profilefile
 from hvdtrain.planner.cost import Known
-from hvdtrain.study.runs import make_folder
+from hvdtrain.study.options import ModelAtSize, PaperBOptions, devices
+from hvdtrain.study.runs import Arm, make_folder
 
 TABLE_I = ("single", "DP", "MP", "hybrid", "adaptive")
 SINGLE, DP, MP, HYBRID, ADAPTIVE = TABLE_I
@@ -114,19 +122,22 @@ def hand_over(known: Known, before: Group, after: Group, size: float) -> float:
 
     def seconds_of(senders: Group, receivers: Group) -> float:
         """Return the seconds until each receiver has its rows."""
-        longest = 0.0
-        for number, receiver in enumerate(receivers):
-            low, high = number / len(receivers), (number + 1) / len(receivers)
-            seconds = 0.0
-            for place, sender in enumerate(senders):
-                end = min(high, (place + 1) / len(senders))
-                shared = end - max(low, place / len(senders))
-                if sender != receiver and shared > 0:
-                    seconds += known.network.send_seconds(sender, receiver, shared * size)
-            longest = max(longest, seconds)
-        return longest
+        return max(
+            sum(
+                known.network.send_seconds(sender, receiver, shared * size)
+                for place, sender in enumerate(senders)
+                if sender != receiver
+                and (shared := _overlap(number, len(receivers), place, len(senders))) > 0
+            )
+            for number, receiver in enumerate(receivers)
+        )
 
     return seconds_of(before, after) + seconds_of(after, before)
+
+
+def _overlap(one: int, ones: int, other: int, others: int) -> float:
+    """Return the share of the rows that is in part `one` of `ones` and in part `other`."""
+    return min((one + 1) / ones, (other + 1) / others) - max(one / ones, other / others)
 
 
 def hybrid(costs: Sequence[ComponentCost], ranks: int) -> Plan:
@@ -185,45 +196,172 @@ def write(folder: Path, name: str, plan: Plan) -> str:
     return str(path)
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """A strategy that is compared.
-
-    Attributes:
-        shape: its plan, in words.
-        plan: returns a value of `--plan`, or a plan, for the components of a model, a number of
-            ranks and the optimum with divided work; None if it has none there.
-    """
-
-    name: str
-    shape: str
-    plan: Callable[[Sequence[ComponentCost], int, Optimum], str | Plan | None]
-
-
 # Large models are trained by those of table I only; so is accuracy.
-STRATEGIES = (
-    Strategy(SINGLE, "all components on one rank", lambda *_: "single"),
-    Strategy(DP, "all components on all ranks", lambda *_: "dp"),
-    Strategy(
-        MP, "a pipeline of one stage per rank", lambda costs, *_: "mp" if len(costs) > 1 else None
-    ),
-    Strategy(
-        HYBRID,
-        "two stages of half of the ranks each, or on fewer than four ranks the tail with half of "
-        "the parameters on one rank and the rest on all",
-        lambda costs, ranks, _: hybrid(costs, ranks) if len(costs) > 1 else None,
-    ),
-    Strategy(
-        FIGURE_6,
-        "the labels of that figure, except that HP is all ranks if they are fewer than four",
-        lambda costs, ranks, _: figure_6([cost.name for cost in costs], ranks),
-    ),
-    Strategy(
-        OBJECTIVE,
-        "the optimum of the paper's objective with divided work, if no other row is the same",
-        lambda _, ranks, optimum: (
-            staged(optimum.groups, 1) if optimum.same_as(ranks) == OBJECTIVE else None
-        ),
-    ),
-    Strategy(ADAPTIVE, "what the planner chooses, again during training", lambda *_: "adaptive"),
-)
+STRATEGIES = {
+    SINGLE: "all components on one rank",
+    DP: "all components on all ranks",
+    MP: "a pipeline of one stage per rank",
+    HYBRID: "two stages of half of the ranks each, or on fewer than four ranks the tail with half "
+    "of the parameters on one rank and the rest on all",
+    FIGURE_6: "the labels of that figure, except that HP is all ranks if they are fewer than four",
+    OBJECTIVE: "the optimum of the paper's objective with divided work, if no other row is the "
+    "same",
+    ADAPTIVE: "what the planner chooses, again during training",
+}
+
+
+def plan_of(
+    strategy: str, costs: Sequence[ComponentCost], ranks: int, optimum: Optimum
+) -> str | Plan | None:
+    """Return a value of `--plan`, or a plan, for a strategy; None if it has none there.
+
+    Args:
+        costs: of the components of the model.
+        optimum: of the paper's objective with divided work.
+    """
+    if strategy == HYBRID:
+        return hybrid(costs, ranks) if len(costs) > 1 else None
+    if strategy == FIGURE_6:
+        return figure_6([cost.name for cost in costs], ranks)
+    if strategy == OBJECTIVE:
+        return staged(optimum.groups, 1) if optimum.same_as(ranks) == OBJECTIVE else None
+    return None if strategy == MP and len(costs) == 1 else strategy.lower()
+
+
+SYNTHETIC = 1024  # images of a size that the packed ones do not have
+# Operations of a forward of all images of a step, at most, unless it has fewer than LEAST_IMAGES.
+MOST_WORK, LEAST_IMAGES = 8e10, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a number of ranks: strategies are compared within it."""
+
+    options: PaperBOptions
+    index: Index
+    model: ModelAtSize
+    ranks: int
+
+    @cached_property
+    def costs(self) -> list[ComponentCost]:
+        """The components of the model, with their counted operations and bytes."""
+        classes = self.index.classes
+        parts = models.components(self.model.name, classes, self.pixels)
+        return list(component_costs(parts, self.pixels, classes=classes))
+
+    @property
+    def pixels(self) -> int:
+        """The height and width of the images."""
+        return self.model.pixels or self.index.image_shape[0]
+
+    @property
+    def data(self) -> str:
+        """The data set of the runs: synthetic if the packed images are too small."""
+        try:
+            self.index.at_size(self.model.pixels)
+        except UsageError:
+            return str(Path(self.options.to) / f"images-{self.model.pixels}")
+        return self.options.data
+
+    @property
+    def images_per_step(self) -> int:
+        """The images per step of timed runs: --batch-size, halved until the work fits."""
+        work = sum(cost.forward_flops for cost in self.costs)
+        images, least = self.options.batch_size, max(LEAST_IMAGES, *self.options.numbers_of_ranks)
+        while not cuda.is_available() and images * work > MOST_WORK and images >= 2 * least:
+            images //= 2
+        return images
+
+    @property
+    def profiled(self) -> Arm:
+        """The run that measures the model once, with all ranks at work."""
+        config = replace(self._timed("auto", self.ranks), profile=str(self._profile))
+        key = f"profile-{self.model.key}-{self.ranks}"
+        return Arm(key, f"{self.model.key}, {self.ranks} ranks, profile", self.ranks, config)
+
+    def optima(self) -> dict[str, Optimum]:
+        """Return the optima of the paper's objective on measured times, by how it is read.
+
+        Raises:
+            UsageError: if there is no profile, or it is of other settings.
+        """
+        config, names = self._timed("auto", self.ranks), [cost.name for cost in self.costs]
+        subjects = profilefile.subjects_of(config, self.costs, self.pixels)
+        profile = profilefile.load(self._profile, subjects, names, self.ranks)
+        if isinstance(profile, str):
+            raise UsageError(
+                f"{self._profile} is a profile of other settings ({profile}): choose another --to"
+            )
+        known, images = Known(self.costs, *profile), self.images_per_step
+        return {reading: minimise(known, self.ranks, images, reading) for reading in READINGS}
+
+    def timed(self, optimum: Optimum) -> dict[str, Arm]:
+        """Return the timed runs by strategy, and write the plans that have no short form.
+
+        Args:
+            optimum: of the paper's objective with divided work.
+
+        Raises:
+            DataError: if a plan cannot be written.
+        """
+        arms = {}
+        for name in STRATEGIES:
+            if name not in TABLE_I and self.model not in self.options.with_accuracy:
+                continue
+            plan = plan_of(name, self.costs, self.ranks, optimum)
+            if plan is None:
+                continue
+            key = f"{self.model.key}-{name.replace(' ', '-')}"
+            if not isinstance(plan, str):
+                plan = write(Path(self.options.to), f"{key}-{self.ranks}", plan)
+            ranks = 1 if name == SINGLE else self.ranks
+            title = f"{self.model.key}, {name}, timed"
+            arms[name] = Arm(f"timed-{key}-{ranks}", title, ranks, self._timed(plan, ranks))
+        return arms
+
+    def accuracy(self, timed: Mapping[str, Arm]) -> dict[str, Arm]:
+        """Return the runs for accuracy by strategy: on real images, and on the most ranks."""
+        options = self.options
+        is_real = self.data == options.data and self.model in options.with_accuracy
+        if not (is_real and options.epochs and self.ranks == options.numbers_of_ranks[-1]):
+            return {}
+        return {
+            name: Arm(
+                arm.key.replace("timed", "accuracy", 1),
+                f"{self.model.key}, {name}, accuracy",
+                arm.ranks,
+                replace(self._config(arm.config.plan or ""), epochs=options.epochs),
+            )
+            for name, arm in timed.items()
+            if name in TABLE_I
+        }
+
+    @property
+    def _profile(self) -> Path:
+        return Path(self.options.to) / "profiles" / f"{self.model.key}-{self.ranks}.json"
+
+    def _config(self, plan: str) -> TrainConfig:
+        return TrainConfig(
+            model=self.model.name,
+            data=self.data,
+            plan=plan,
+            batch_size=self.options.batch_size,
+            image_size=self.model.pixels,
+        )
+
+    def _timed(self, plan: str, ranks: int) -> TrainConfig:
+        """Return the configuration of a timed run.
+
+        Without GPUs a device of the paper is one core, to which a rank is bound if there are
+        enough.
+        """
+        has_gpus = cuda.is_available()
+        return replace(
+            self._config(plan),
+            batch_size=self.images_per_step,
+            threads=None if has_gpus else 1,
+            bind=not has_gpus and ranks <= devices(),
+            max_steps=self.options.steps_of(self.model),
+            eval_every=0,
+            log_every=1,
+        )

@@ -8,9 +8,12 @@ from typing import Any
 
 from matplotlib import pyplot
 
+from hvdtrain.data.index import INDEX_FILE, read_index
+from hvdtrain.data.synthetic import synth
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
 from hvdtrain.planner.strategies import EPOCHS, IMAGES
+from hvdtrain.study.options import MOST_OF_TIMED, PaperBOptions
 from hvdtrain.study.paper_b.claims import (
     COMMUNICATION,
     CONTRADICTIONS,
@@ -24,19 +27,29 @@ from hvdtrain.study.paper_b.claims import (
     Measured,
     verdicts,
 )
-from hvdtrain.study.paper_b.options import MOST_OF_TIMED, PaperBOptions
-from hvdtrain.study.paper_b.plans import ADAPTIVE, SINGLE, STRATEGIES, TABLE_I
+from hvdtrain.study.paper_b.plans import (
+    ADAPTIVE,
+    DIVIDED,
+    SINGLE,
+    STRATEGIES,
+    SYNTHETIC,
+    TABLE_I,
+    Case,
+)
 from hvdtrain.study.paper_b.v100 import (
     Emulations,
     Prediction,
+    emulate,
     emulated_section,
+    predict,
     predicted_section,
 )
 from hvdtrain.study.planplots import draw_strategies
 from hvdtrain.study.plots import COLOURS, HEIGHT, STYLE, WIDTH, draw_by_epoch, save
 from hvdtrain.study.report import origin
-from hvdtrain.study.statistics import difference, median
-from hvdtrain.study.tables import markdown_table, number
+from hvdtrain.study.results import Result, read
+from hvdtrain.study.runs import Arm, make_folder, run_all
+from hvdtrain.study.statistics import difference, markdown_table, median, number
 
 TITLE = (
     'Baligodugula and Amsaad, "Optimizing Distributed Training Approaches for Scaling Neural '
@@ -125,7 +138,7 @@ def _measured(options: PaperBOptions, measured: Sequence[Measured]) -> list[str]
         origin([run for one in measured for runs in one.timed.values() for run in runs]),
         "## Measured: time, communication, memory",
         SHAPES,
-        markdown_table([{"strategy": one.name, "plan": one.shape} for one in STRATEGIES]),
+        markdown_table([{"strategy": name, "plan": shape} for name, shape in STRATEGIES.items()]),
         "Hours are those of steps: start-up is left out, and so are adaptive's profiling and "
         f"migrations. Each value is the median of {options.repeats} run(s) of {options.steps} "
         f"steps, for models that are trained for time only of {MOST_OF_TIMED} run(s) at most and "
@@ -181,8 +194,7 @@ def accuracy_table(measured: Measured) -> str:
         if strategy != SINGLE:
             apart = difference([100 * one for one in values], [100 * one for one in single])
             points = number(apart, "+.2f")
-            is_shown = measured.is_equivalent(strategy, POINTS)
-            equivalent = "shown" if is_shown else "not shown"
+            equivalent = "shown" if measured.is_equivalent(strategy) else "not shown"
         rows.append(
             {
                 "strategy": strategy,
@@ -207,7 +219,7 @@ def objective_lines(measured: Measured) -> str:
         if same is None:
             result = "It leaves ranks idle, which a plan may not: not measured."
         elif same in measured.timed:
-            seconds = measured.step_seconds(same).value
+            seconds = median([run.step_seconds for run in measured.timed[same]]).value
             result = f"Measured (row {same}): {1e3 * seconds:.0f} ms."
         else:
             result = "Not measured: this model is trained by the strategies of table I only."
@@ -307,3 +319,57 @@ def _curves(axes: Any, one: Prediction | Mapping[str, Mapping[int, float]]) -> N
 
 def _colour(strategy: str) -> str:
     return COLOURS[TABLE_I.index(strategy) if strategy in TABLE_I else len(TABLE_I)]
+
+
+def reproduce(options: PaperBOptions, say: Callable[[str], object]) -> Path:
+    """Train all runs and write the report; return the path of `report.md`.
+
+    Args:
+        say: called with each line of progress.
+
+    Raises:
+        UsageError: if the folder holds runs of other settings, or a model does not accept the
+            images.
+        DataError: if there is no data set, or something cannot be written.
+        HvdtrainError: the error of a run that failed; the same command resumes.
+    """
+    index, folder = read_index(options.data), Path(options.to)
+    make_folder(folder / "profiles")
+    cases = [
+        Case(options, index, model, ranks)
+        for model in options.trained
+        for ranks in options.numbers_of_ranks
+    ]
+    for case in cases:
+        # Synthetic if the packed images are too small: time and memory do not depend on them.
+        if not (Path(case.data) / INDEX_FILE).exists():
+            synth(case.data, SYNTHETIC, index.classes, size=case.pixels)
+    run_all([case.profiled for case in cases], 1, folder, say)
+    sides = []
+    for case in cases:
+        optima = case.optima()
+        timed = case.timed(optima[DIVIDED])
+        sides.append((case, optima, timed, case.accuracy(timed)))
+    folders: dict[str, list[Path]] = {}
+    for model in options.trained:
+        # By key: all numbers of ranks share the runs of one rank.
+        arms = {
+            arm.key: arm
+            for case, _, timed, _ in sides
+            if case.model == model
+            for arm in timed.values()
+        }
+        folders |= run_all(list(arms.values()), options.repeats_of(model), folder, say)
+    trained = [arm for *_, accuracy in sides for arm in accuracy.values()]
+    folders |= run_all(trained, options.seeds, folder, say)
+
+    def results(arms: Mapping[str, Arm]) -> dict[str, list[Result]]:
+        return {name: [read(path) for path in sorted(folders[arms[name].key])] for name in arms}
+
+    measured = [
+        Measured(case.model.key, case.ranks, results(timed), results(accuracy), optima)
+        for case, optima, timed, accuracy in sides
+    ]
+    say("predicting table I")
+    predictions = [predict(model) for model in PUBLISHED]
+    return write(folder, options, measured, predictions, emulate(options, say))

@@ -27,6 +27,7 @@ from hvdtrain.planner.events import DEVICES, LINKS, Event
 from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.planner.strategies import EPOCHS, IMAGES, PREDICTED, five_columns, pipelines, shape
 from hvdtrain.planner.sweep import CHOSEN, sweep
+from hvdtrain.study.options import PaperBOptions
 from hvdtrain.study.paper_b import plans
 from hvdtrain.study.paper_b.claims import (
     COMMUNICATION,
@@ -37,10 +38,9 @@ from hvdtrain.study.paper_b.claims import (
     SPEEDUP,
     Values,
 )
-from hvdtrain.study.paper_b.options import PaperBOptions
 from hvdtrain.study.paper_b.plans import ADAPTIVE, DP, HYBRID, MP
 from hvdtrain.study.runs import Arm, make_folder, run_all
-from hvdtrain.study.tables import markdown_table
+from hvdtrain.study.statistics import markdown_table
 from hvdtrain.training import runrecords
 
 CLUSTER = "8-v100"
@@ -122,18 +122,6 @@ def predict(model: str) -> Prediction:
     )
 
 
-def table_of(prediction: Prediction) -> str:
-    """Return the predicted columns of table I beside the paper's, as a Markdown table."""
-    rows = []
-    paper = PUBLISHED[prediction.model].values
-    for quantity, form in FORMATS.items():
-        for source, values in (("predicted", prediction.values), ("paper", paper)):
-            cells = {name: f"{values[quantity][name]:{form}}" for name in prediction.plans}
-            rows.append({"": f"{quantity}, {source}"} | cells)
-    shapes = {name: shape(plan) for name, plan in prediction.plans.items()}
-    return markdown_table([*rows, {"": "stages x replicas"} | shapes])
-
-
 def predicted_section(predictions: Sequence[Prediction]) -> str:
     """Return the predicted part of the report as Markdown."""
     cluster = load(CLUSTER)
@@ -148,8 +136,15 @@ def predicted_section(predictions: Sequence[Prediction]) -> str:
     ]
     for prediction in predictions:
         paper = PUBLISHED[prediction.model]
+        rows = []
+        for quantity, form in FORMATS.items():
+            for source, values in (("predicted", prediction.values), ("paper", paper.values)):
+                cells = {name: f"{values[quantity][name]:{form}}" for name in prediction.plans}
+                rows.append({"": f"{quantity}, {source}"} | cells)
+        shapes = {name: shape(plan) for name, plan in prediction.plans.items()}
+        rows.append({"": "stages x replicas"} | shapes)
         title = f"### {paper.title}: {paper.batch_size} images per step, {paper.optimizer}"
-        parts += [title, table_of(prediction)]
+        parts += [title, markdown_table(rows)]
     parts += ["### Why the paper differs", "\n".join(f"- {line}" for line in EXPLANATIONS)]
     return "\n\n".join(parts)
 

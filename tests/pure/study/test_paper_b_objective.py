@@ -14,12 +14,12 @@ from hvdtrain.study.paper_b.plans import (
     DP,
     OBJECTIVE,
     SINGLE,
-    STRATEGIES,
     Group,
     Optimum,
     groups_of,
     hand_over,
     minimise,
+    plan_of,
 )
 from tests.pure.planner.test_clusters import costs_of
 
@@ -99,8 +99,7 @@ def test_an_optimum_that_is_another_strategy_is_not_run_again(
 ) -> None:
     optimum = Optimum({f"part{place}": group for place, group in enumerate(groups)}, 1.0)
     assert optimum.same_as(4) == expected
-    (strategy,) = (one for one in STRATEGIES if one.name == OBJECTIVE)
-    plan = strategy.plan([], 4, optimum)
+    plan = plan_of(OBJECTIVE, [], 4, optimum)
     assert (plan is not None) == (expected == OBJECTIVE)
     if isinstance(plan, Plan):
         assert plan.microbatches == 1

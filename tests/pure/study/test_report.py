@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from markdown import markdown
 
-from hvdtrain.study import comparison, forms, report, tables, target
+from hvdtrain.study import forms, report, sections, statistics
 from hvdtrain.study.results import Epoch
 from hvdtrain.study.series import Series, arrange
 from tests.pure.study.test_results import write_run
@@ -76,7 +76,7 @@ def all_series(factor: float = 1.0, **changes: object) -> list[Series]:
 
 
 def test_studies_are_compared_by_size_with_intervals() -> None:
-    compared = comparison.pairs(all_series(1.2), all_series())
+    compared = sections.pairs(all_series(1.2), all_series())
     assert [pair.size.ranks for pair in compared] == [1, 2, 4]
     assert [pair.verdict for pair in compared] == ["faster"] * 3
     for pair in compared:
@@ -84,10 +84,10 @@ def test_studies_are_compared_by_size_with_intervals() -> None:
         assert pair.throughput.low > 1.1  # type: ignore[operator]
     assert compared[0].speedup is None
     assert compared[2].speedup == pytest.approx(1.0, rel=0.01)
-    assert {pair.verdict for pair in comparison.pairs(all_series(), all_series(1.2))} == {"slower"}
-    assert {pair.verdict for pair in comparison.pairs(all_series(), all_series())} == {"not shown"}
-    assert comparison.pairs(all_series(), all_series(threads=2)) == []
-    assert "No size of there can be compared" in comparison.section([], "there")
+    assert {pair.verdict for pair in sections.pairs(all_series(), all_series(1.2))} == {"slower"}
+    assert {pair.verdict for pair in sections.pairs(all_series(), all_series())} == {"not shown"}
+    assert sections.pairs(all_series(), all_series(threads=2)) == []
+    assert "No size of there can be compared" in sections.comparison_section([], "there")
 
 
 def test_a_report_holds_the_comparison(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_the_time_to_an_accuracy_is_that_of_the_first_epoch_that_reached_it() ->
     (series,), _ = arrange(runs)
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in target.section(series, 0.7).splitlines()
+        for line in sections.target_section(series, 0.7).splitlines()
         if line.startswith("|")
     ]
     one, two = (dict(zip(rows[0], row, strict=True)) for row in rows[2:])
@@ -130,7 +130,7 @@ def test_the_time_to_an_accuracy_is_that_of_the_first_epoch_that_reached_it() ->
     assert one["seconds"].startswith("20.0")
     assert two["seconds"] == "12.0"
     assert two["speed-up"] == "1.67"
-    assert "0 of 2" in target.section(series, 0.9)
+    assert "0 of 2" in sections.target_section(series, 0.9)
 
 
 def test_runs_that_trained_nothing_are_left_out(tmp_path: Path) -> None:
@@ -223,14 +223,14 @@ def test_names_are_text_in_each_file_of_a_report(tmp_path: Path) -> None:
     text = (to / "report.md").read_text()
     # Any program that shows Markdown, the page, and the page of text that is not escaped.
     pages = [markdown(text, extensions=["tables", "fenced_code"]), forms.page(text, to)]
-    bare = forms.page("- ".join(f"{tables.shown(name)}\n\n" for name in ("# T", *NAMES)), to)
+    bare = forms.page("- ".join(f"{statistics.shown(name)}\n\n" for name in ("# T", *NAMES)), to)
     for page in map(Text, (*pages, bare)):
         assert not page.tags & {"script", "a", "b"}
         assert {link for link in page.links if not link.startswith("data:")} <= pictures
     assert [page.count("<h1") for page in pages] == [1, 1]
     for page in map(Text, pages):
-        assert all(tables.shown(name) in page.words for name in NAMES)
-    assert tables.markdown_table([{"a": "x|y"}]).splitlines()[-1] == "| x&#124;y |"
+        assert all(statistics.shown(name) in page.words for name in NAMES)
+    assert statistics.markdown_table([{"a": "x|y"}]).splitlines()[-1] == "| x&#124;y |"
     with (tmp_path / "report" / "runs.csv").open() as file:
         cells = [cell for row in csv.reader(file) for cell in row]
     assert "'=0=2+3" in cells

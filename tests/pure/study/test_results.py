@@ -13,7 +13,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError
 from hvdtrain.jobs.estimate import estimate
 from hvdtrain.jobs.options import JobOptions
-from hvdtrain.study import finding, report, results
+from hvdtrain.study import report, results
 
 IMAGES = 1000
 
@@ -191,15 +191,15 @@ def test_a_run_that_went_on_with_other_ranks_is_of_no_size(
 ) -> None:
     write_run(tmp_path / "one", 1, 100.0, [9.0])
     write_run(tmp_path / "other", ranks, 60.0, [5.0] * starts[0], starts=starts)
-    study = finding.find([str(tmp_path)])
-    assert [(result.path.name, result.name) for result in study.results] == [("one", "one")]
-    assert "it resumed with another plan or number of ranks" in study.left_out[0]
+    finished, left_out = results.find([str(tmp_path)])
+    assert [(result.path.name, result.name) for result in finished] == [("one", "one")]
+    assert "it resumed with another plan or number of ranks" in left_out[0]
 
 
 def test_a_finished_run_without_its_configuration_is_named(tmp_path: Path) -> None:
     write_run(tmp_path / "whole", 1, 100.0, [9.0])
     (write_run(tmp_path / "lost", 1, 100.0, [9.0]) / "config.yaml").unlink()
-    (line,) = finding.find([str(tmp_path)]).left_out
+    (line,) = results.find([str(tmp_path)])[1]
     assert "lost" in line and "config.yaml" in line
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs import record, sweep
-from hvdtrain.jobs.repeats import (
+from hvdtrain.jobs.estimate import (
     LEAST,
     MOST_MORE,
     Need,
