@@ -27,6 +27,7 @@ NEWER_OPTIONS = (  # with their defaults, a run has the folder that older versio
     *("flip", "shift", "border", "whiten", "test_augment", "lr_start", "lr_end", "lr_scale"),
     *("lookahead", "lookahead_share", "resident", "tf32", "cudnn_benchmark"),
     "deterministic",
+    "loss",
 )
 OLDER_DEFAULTS = {"no_decay": "none"}
 TYPES = get_type_hints(TrainConfig)

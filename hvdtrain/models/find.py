@@ -14,25 +14,28 @@ from hvdtrain.options.givenmodel import GivenModel
 ModelFunction = Callable[..., object]
 
 
-def find_function(reference: str) -> ModelFunction:
+def find_function(reference: str, kind: str = "model") -> ModelFunction:
     """Return the function that `package.module:function` names, or that was passed in Python.
+
+    Args:
+        kind: of the function, for messages.
 
     Raises:
         UsageError: if there is none, or its module cannot be imported.
     """
     if isinstance(reference, GivenModel):
         if not callable(reference.model):
-            raise UsageError(f"model {reference} is not a function: pass one")
+            raise UsageError(f"{kind} {reference} is not a function: pass one")
         passed: ModelFunction = reference.model
         return passed
     module_name, _, function_name = reference.partition(":")
     parts = [*module_name.split("."), function_name]
     if module_name.endswith(".py") or not all(part.isidentifier() for part in parts):
         raise UsageError(
-            f"model {reference!r} is not of the form package.module:function: "
+            f"{kind} {reference!r} is not of the form package.module:function: "
             "write folder.file:function for folder/file.py, without '/' and '.py'"
         )
-    module = _import_module(reference, module_name)
+    module = _import_module(f"{kind} {reference!r}", module_name)
     function: ModelFunction | None = getattr(module, function_name, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value)]
@@ -108,7 +111,7 @@ def _arguments(
     return values
 
 
-def _import_module(reference: str, module_name: str) -> ModuleType:
+def _import_module(what: str, module_name: str) -> ModuleType:
     """Import a module as `python -m` would, with the current folder first on the path.
 
     Not for our own models: what they import must not come from there.
@@ -122,11 +125,11 @@ def _import_module(reference: str, module_name: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             raise UsageError(
-                f"model {reference!r}: there is no module {missing!r} in this folder or on "
+                f"{what}: there is no module {missing!r} in this folder or on "
                 f"PYTHONPATH: run from the folder that holds {missing.partition('.')[0]}, or "
                 "correct the name"
             ) from error
         raise UsageError(
-            f"model {reference!r}: importing it failed with {one_line(error)}: to see where, run "
+            f"{what}: importing it failed with {one_line(error)}: to see where, run "
             f'python -c "import {module_name}"'
         ) from error

@@ -11,6 +11,7 @@ from hvdtrain.options import decay, injection
 from hvdtrain.options.deviceoptions import AUTO_PRECISION
 from hvdtrain.options.emulateoptions import check_emulation
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Rule, flag
+from hvdtrain.options.optimisationoptions import CROSS_ENTROPY, LOSSES
 from hvdtrain.options.planrequest import (
     ADAPTIVE,
     Chosen,
@@ -130,9 +131,15 @@ def _check_together(values: Mapping[str, Any]) -> None:
 
 def _check_optimisation(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse options of the optimizer that exclude each other, or would have no effect."""
+    if values["loss"] not in LOSSES and ":" not in values["loss"]:
+        raise UsageError(
+            f"unknown loss {values['loss']!r}: use one of {', '.join(LOSSES)}, or "
+            "package.module:function for a loss of your own"
+        )
     is_exact = parse_sync_request(values["sync"]) == NO_SYNC
     is_cropped, falls = values["augment"] == "crop-flip", values["lr_schedule"] in FALLING
     for name, other, is_used in (
+        ("label_smoothing", "--loss cross-entropy", values["loss"] == CROSS_ENTROPY),
         ("lookahead", "--sync exact", is_exact),
         ("lr_scale", "--sync exact", is_exact),
         ("lookahead_share", "--lookahead", values["lookahead"] is not None),

@@ -1,4 +1,4 @@
-"""Models that are passed in Python: the name that a configuration keeps, with the object itself.
+"""Models and losses that are passed in Python: the name in a configuration, with the object.
 
 Nothing here loads torch.
 """
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UsageError
 
-# The type of a configuration's model: a name on the command line, or any model in Python.
+# The type of a configuration's model or loss: a name on the command line, or any in Python.
 if TYPE_CHECKING:
     Model = Any
 else:
@@ -17,12 +17,13 @@ PREFIX = "in-python:"  # no module can have this name
 
 
 class GivenModel(str):
-    """The name of a model that was passed in Python, which carries the model.
+    """The name of a model or a loss that was passed in Python, which carries it.
 
     Copies and pickles are plain names: a run folder and other ranks receive the name alone.
 
     Attributes:
-        model: a function of (classes, image_size), a list of components, or a torch module.
+        model: a function of (classes, image_size), a list of components, or a torch module; or a
+            loss.
     """
 
     model: Any
@@ -32,12 +33,19 @@ class GivenModel(str):
 
 
 class ModelInConfig:
-    """Base of a configuration with a model: a model that is not a name gets one."""
+    """Base of a configuration with a model and a loss: what is not a name gets one."""
 
     model: Any
+    loss: Any
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", named(self.model))
+        if not isinstance(self.loss, str) and not callable(self.loss):
+            raise UsageError(
+                f"loss is a {type(self.loss).__name__}: pass a name, a function of (outputs, "
+                "targets) or an hvdtrain.Loss"
+            )
+        object.__setattr__(self, "loss", named(self.loss))
 
 
 def named(model: object) -> str:
@@ -85,14 +93,14 @@ def _reference(model: object) -> str | None:
     return f"{module}:{name}" if is_named else None
 
 
-def refuse_lost(model: str) -> None:
-    """Refuse the bare name of a model that was passed in Python.
+def refuse_lost(model: str, kind: str = "model") -> None:
+    """Refuse the bare name of a model or a loss that was passed in Python.
 
     Raises:
         UsageError: with what to do.
     """
     if model.startswith(PREFIX) and not isinstance(model, GivenModel):
         raise UsageError(
-            f"model {model} was passed in Python, and no file holds it: resume or use the run in "
-            "the script that made it, or write the model as package.module:function"
+            f"{kind} {model} was passed in Python, and no file holds it: resume or use the run in "
+            f"the script that made it, or write the {kind} as package.module:function"
         )

@@ -4,14 +4,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.options.fields import Group, Rule, option
+from hvdtrain.options.givenmodel import Model
 
 Optimizer = Literal["sgd", "sgdw", "adam", "adamw"]
+CROSS_ENTROPY = "cross-entropy"
+LOSSES = (CROSS_ENTROPY, "pixel-cross-entropy", "mse", "l1", "binary-cross-entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimisationOptions:
     """The optimizer, its schedule, and what the run should reach."""
 
+    loss: Model = option(  # noqa: RUF009
+        CROSS_ENTROPY,
+        "cross-entropy, pixel-cross-entropy, mse, l1, binary-cross-entropy (of logits), or "
+        "package.module:function of your own, from outputs and targets to a loss per sample",
+        Group.OPTIMISATION,
+        Rule.ONE_LINE | Rule.TORCH_ONLY,
+        "NAME",
+    )
     optimizer: Optimizer = option(  # noqa: RUF009
         "adam",
         "sgd: with Nesterov momentum; sgdw: with weight decay apart from the momentum (Loshchilov "
@@ -77,7 +88,7 @@ class OptimisationOptions:
     )
     label_smoothing: float = option(
         0.0,
-        "share of each target that is spread over all classes, 0 to below 1",
+        "share of each target that cross-entropy spreads over all classes, 0 to below 1",
         Group.OPTIMISATION,
         Rule.BELOW_ONE,
     )
