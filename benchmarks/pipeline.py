@@ -177,7 +177,7 @@ def _setting(options: argparse.Namespace) -> tuple[TrainConfig, list[Component],
     named |= {"optimizer": "sgd", "lr": 0.01, "batch_size": options.images}
     config = TrainConfig(data="", plan="mp", seed=SEED, **named)
     components = models.components(options.model, CLASSES, SIZE)
-    return config, components, make_plan(config, components, SIZE, CLASSES, RANKS)
+    return config, components, make_plan(config, components, SIZE, RANKS)
 
 
 def _ours(options: argparse.Namespace) -> None:

@@ -35,6 +35,7 @@ from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.measured import subject_of
 from hvdtrain.check.plan import MEAN, STD, local_batch, random_batch
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import TargetForm
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.exchange import Exchange
@@ -171,7 +172,7 @@ def _rank(options: argparse.Namespace) -> None:
     )
     components = models.components(model, CLASSES, SIZE)
     images = Images(MEAN, STD, torch.device("cpu"), config.precision)
-    subject = subject_of(config, components, SIZE, CLASSES, images)
+    subject = subject_of(config, components, SIZE, TargetForm((), "int64", CLASSES), images)
     began = time.perf_counter()
     question = choose.question(config, choose.measure(subject, job), RANKS)
     profiled = time.perf_counter() - began

@@ -125,6 +125,7 @@ def _predict(options: argparse.Namespace) -> None:
     from hvdtrain.backends.pytorch.parts import build_model
     from hvdtrain.check.plan import MEAN, STD
     from hvdtrain.config import TrainConfig
+    from hvdtrain.data.index import TargetForm
     from hvdtrain.parallel.stage import Images
     from hvdtrain.plan.plan import replicated
     from hvdtrain.planner import choose
@@ -143,7 +144,9 @@ def _predict(options: argparse.Namespace) -> None:
     )
     components = models.components(options.model, common.CLASSES, common.SIZE)
     images = Images(MEAN, STD, torch.device("cpu"), config.precision)
-    subject = subject_of(config, components, common.SIZE, common.CLASSES, images)
+    subject = subject_of(
+        config, components, common.SIZE, TargetForm((), "int64", common.CLASSES), images
+    )
     by_name = {part.name: part for part in components}
     known = choose.measure(subject, job)
     coding = measure_coding(

@@ -1,4 +1,4 @@
-"""hvdtrain trains image classifiers on many processes and explains what it got for them."""
+"""hvdtrain trains image models on many processes and explains what it got for them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hvdtrain.data import pack as pack
     from hvdtrain.models.component import Component as Component
     from hvdtrain.models.cutting import cut as cut
+    from hvdtrain.models.losses import Loss as Loss
     from hvdtrain.notebook import notebook_launch as notebook_launch
     from hvdtrain.plan.plan import Plan as Plan
     from hvdtrain.planner.options import PlanConfig as PlanConfig
@@ -27,6 +28,7 @@ __version__ = "0.2.0"
 _PLACES = {
     "Callback": "hvdtrain.training.callbacks:Callback",
     "Component": "hvdtrain.models.component:Component",
+    "Loss": "hvdtrain.models.losses:Loss",
     "Plan": "hvdtrain.plan.plan:Plan",
     "PlanConfig": "hvdtrain.planner.options:PlanConfig",
     "TrainConfig": "hvdtrain.config:TrainConfig",
@@ -46,6 +48,7 @@ _PLACES = {
 __all__ = [
     "Callback",
     "Component",
+    "Loss",
     "Plan",
     "PlanConfig",
     "TrainConfig",

@@ -281,6 +281,7 @@ def _chain(session: TorchSession, stage: int, rows: int) -> Chain:
         is_first=stage == 0,
         is_last=stage == session.plan.last,
         dtype=session.runtime.settings.autocast,
+        loss=partial(session.runtime.settings.loss.example_sum, session.index.target_form),
     )
 
 
@@ -300,7 +301,6 @@ def _flops(session: TorchSession) -> float:
     costs = component_costs(
         model_components(session.config, session.index),
         size,
-        classes=session.index.classes,
         dtype=DTYPES[session.config.precision],
     )
     forward = sum(cost.forward_flops for cost in costs)

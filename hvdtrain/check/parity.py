@@ -13,6 +13,7 @@ from hvdtrain.backends.pytorch.optimizers import DECAY, SCALE, make_optimizer, s
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.feed import step_seed
 from hvdtrain.models.component import Component, component_seed, isolated
+from hvdtrain.models.losses import loss_of
 from hvdtrain.options import decay
 from hvdtrain.options.optimisationoptions import OPTIMIZERS
 from hvdtrain.parallel.boundary import to_channels_last
@@ -176,8 +177,8 @@ class Batch:
 
     Attributes:
         position: of its first sample in training.
-        local: this rank's images, uint8 [n, H, W, C], and labels, int64 [m], as in a `Step`.
-        whole: all images, uint8 [size, H, W, C], and labels, int64 [size]; on rank 0.
+        local: this rank's images, uint8 [n, H, W, C], and labels [m], as in a `Step`.
+        whole: all images, uint8 [size, H, W, C], and labels [size]; on rank 0.
         rate: the learning rate.
     """
 
@@ -227,7 +228,7 @@ class SerialRun:
         rules = Rules(
             config.batch_norm == "sync",
             AUTOCAST.get(config.precision),
-            config.label_smoothing,
+            loss_of(config),
             config.clip_norm,
             loss_scale(config),
         )

@@ -21,9 +21,12 @@ from hvdtrain.backends.pytorch.optimizers import set_learning_rate
 from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
 from hvdtrain.check.parity import Batch, Done, Parity, SerialRun, gradient_errors, loss_scale
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import TargetForm
 from hvdtrain.engine.feed import step_seed, take_rows
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component, build_component
+from hvdtrain.models.losses import example_targets, form_for
+from hvdtrain.models.shapes import boundaries
 from hvdtrain.parallel.checksums import digest
 from hvdtrain.parallel.reference import largest_errors
 from hvdtrain.parallel.runtime import Runtime
@@ -51,7 +54,7 @@ def check_plan(
 ) -> Parity:
     """Compare steps under a plan with serial steps on rank 0 from the same weights. Collective.
 
-    Both get the same batches of random images, from the seed of the configuration.
+    Both get the same batches of random images and targets, from the seed of the configuration.
 
     Args:
         sizes: batch sizes; by default a whole batch, one of about two thirds (in place of the
@@ -60,9 +63,10 @@ def check_plan(
     """
     agree_on_values(components, world)
     images, size = Images(MEAN, STD, device, config.precision), config.batch_size
+    form = target_form(config, components, image_size, classes)
     batches = []
-    for number, count in enumerate(sizes or _sizes(config, components, plan, image_size, classes)):
-        whole = random_batch(count, image_size, classes, config.seed + number)
+    for number, count in enumerate(sizes or _sizes(config, components, plan, image_size, form)):
+        whole = random_samples(count, image_size, form, config.seed + number)
         local = local_batch(plan, cut(plan, count), world.rank, *whole)
         batches.append(Batch(count, number * size, local, whole, config.learning_rate()))
     return compare(config, components, plan, batches, images, world)
@@ -73,12 +77,12 @@ def _sizes(
     components: Sequence[Component],
     plan: Plan,
     image_size: int,
-    classes: int,
+    form: TargetForm,
 ) -> tuple[int, ...]:
     size = config.batch_size
     tail = -(-2 * size // 3)
     try:
-        inputs = input_boundaries(components, config, image_size, classes)
+        inputs = input_boundaries(components, config, image_size, form)
         check_sizes(config, plan, components, inputs, [tail])
     except UsageError:
         return size, size
@@ -219,9 +223,27 @@ def random_batch(
     size: int, image_size: int, classes: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return images uint8 [size, image_size, image_size, 3] and labels int64 [size]."""
+    return random_samples(size, image_size, TargetForm((), "int64", classes), seed)
+
+
+def random_samples(
+    size: int, image_size: int, form: TargetForm, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return images uint8 [size, image_size, image_size, 3] and targets of a form [size, ...]."""
     random = np.random.default_rng(seed)
     images = random.integers(0, 256, (size, image_size, image_size, 3), dtype=np.uint8)
-    return images, random.integers(0, classes, size)
+    return images, example_targets(form, size, random)
+
+
+def target_form(
+    config: TrainConfig, components: Sequence[Component], image_size: int, classes: int
+) -> TargetForm:
+    """Return a form of targets that a model and its loss take, without a data set.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    return form_for(config, boundaries(components, image_size)[-1], classes)
 
 
 def local_batch(

@@ -13,14 +13,16 @@ from hvdtrain.backends.pytorch.measured import subject_of
 from hvdtrain.backends.pytorch.parts import build_parts_alone, probe_forms
 from hvdtrain.backends.pytorch.setup import make_plan
 from hvdtrain.check.parity import Parity
-from hvdtrain.check.plan import MEAN, STD, check_plan
+from hvdtrain.check.plan import MEAN, STD, check_plan, target_form
 from hvdtrain.config import TrainConfig
 from hvdtrain.device import choose_device
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target, write_text
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import component_costs
+from hvdtrain.models.losses import Loss
 from hvdtrain.models.shapes import boundaries
+from hvdtrain.options.optimisationoptions import CROSS_ENTROPY
 from hvdtrain.options.planrequest import AUTO
 from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.boundary import Boundaries
@@ -125,7 +127,7 @@ def _explained(
     remark = PREDICTED if config.cluster else "All ranks are assumed to be as fast as this one."
     plan = None
     if training.plan_request != AUTO:
-        plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
+        plan = make_plan(training, components, config.image_size, config.ranks)
     lines: list[str] = []
     if plan is None:
         solution = solve(question)
@@ -200,7 +202,8 @@ def _subject(
     config: PlanConfig, training: TrainConfig, components: Sequence[Component]
 ) -> Subject:
     images = Images(MEAN, STD, torch.device("cpu"), training.precision)
-    return subject_of(training, components, config.image_size, config.classes, images)
+    form = target_form(training, components, config.image_size, config.classes)
+    return subject_of(training, components, config.image_size, form, images)
 
 
 # A transfer between ranks of one machine; that of a cluster has to be measured there.
@@ -226,7 +229,7 @@ def show(config: PlanConfig) -> Overview | Explained:
     components = _components(config, training)
     if config.explain:
         return _explained(config, training, components)
-    plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
+    plan = make_plan(training, components, config.image_size, config.ranks)
     return _overview(config, training, components, plan, None)
 
 
@@ -257,7 +260,7 @@ def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable | Sweep
     world = start_world()
     torch.set_num_threads(world.threads)
     components = _components(config, training)
-    plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
+    plan = make_plan(training, components, config.image_size, config.ranks)
     measured = _measure(config, training, components, plan)
     return _overview(config, training, components, plan, measured)
 
@@ -289,7 +292,12 @@ def _measure(
 ) -> Costs:
     pieces, device = cut(plan, config.batch_size), torch.device("cpu")
     images = Images(MEAN, STD, device, training.precision)
-    settings = Settings(images, AUTOCAST.get(training.precision))
+    loss = _subject(config, training, components).loss
+    settings = Settings(
+        images,
+        AUTOCAST.get(training.precision),
+        loss=Loss(lambda outputs, _: loss(outputs)[None]),
+    )
     alone = World("none", 0, 1, 0, 1, 1)
     everything = replace(
         plan, stages=tuple(replace(s, ranks=(0,), shares=(1,)) for s in plan.stages)
@@ -336,7 +344,7 @@ def check(config: PlanConfig) -> Parity:
         )
     torch.set_num_threads(world.threads)
     components = _components(config, training)
-    plan = make_plan(training, components, config.image_size, config.classes, world.size)
+    plan = make_plan(training, components, config.image_size, world.size)
     size, device = config.image_size, choose_device(training.device, world)
     parity = check_plan(training, components, plan, size, config.classes, world, device=device)
     stop_world()
@@ -353,7 +361,8 @@ def _components(config: PlanConfig, training: TrainConfig) -> list[Component]:
         config.model, config.classes, config.image_size, config.patch_size
     )
     dtype = DTYPES[training.precision]
-    boundaries(components, config.image_size, classes=config.classes, dtype=dtype)
+    classes = config.classes if training.loss == CROSS_ENTROPY else None
+    boundaries(components, config.image_size, classes=classes, dtype=dtype)
     return components
 
 
@@ -369,7 +378,6 @@ def _overview(
     costs = component_costs(
         components,
         config.image_size,
-        classes=config.classes,
         dtype=dtype,
         autocast="cpu" if training.precision in AUTOCAST else None,
     )

@@ -79,7 +79,8 @@ def _print_index(index: Any) -> int:
     counts = ", ".join(f"{split.count:,} {name}" for name, split in index.splits.items())
     height, width, _ = index.image_shape
     pixels = f"{height}x{width} pixels" + (" when decoded" if index.resize else "")
-    print(f"{index.folder}: {counts}, {index.classes} classes, {pixels}")
+    kind = f"{index.classes} classes" if index.targets is None else f"targets {index.targets}"
+    print(f"{index.folder}: {counts}, {kind}, {pixels}")
     for note in index.notes:
         print(f"note: {note}")
     return 0

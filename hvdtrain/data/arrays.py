@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hvdtrain.data.images import check_size, pixels, resize, rgb, shown
-from hvdtrain.data.index import SPLITS, Index, Resize
+from hvdtrain.data.index import SPLITS, TARGET_TYPES, Index, Resize, TargetForm
 from hvdtrain.data.listing import ALONE, MOST_CLASSES, TEST_FOLDERS, labels_of
 from hvdtrain.data.writer import Block, Layout, write_sources
 from hvdtrain.errors import DataError, UsageError
@@ -138,7 +138,7 @@ def _block(images: list[NDArray[np.uint8]], labels: list[int], stop: int) -> Blo
 
 @dataclass(frozen=True)
 class Array:
-    """An array in a file, whose header is read: images, or their labels.
+    """An array in a file, whose header is read: images, or their labels or other targets.
 
     Attributes:
         place: how messages name it.
@@ -207,6 +207,29 @@ class Array:
         for block in self.blocks(max(1, min(rows, _BLOCK_BYTES // math.prod(self.shape[1:])))):
             yield np.stack([pixels(image) for image in block])
 
+    @property
+    def holds_targets(self) -> bool:
+        """Return whether its rows are no class labels: floating numbers, or several numbers."""
+        is_label = len(self.shape) == 1 or self.shape[1:] == (1,)
+        return self.dtype.kind == "f" or (self.dtype.kind in "iu" and not is_label)
+
+    def targets(self, count: int) -> NDArray[Any]:
+        """Return the targets of `count` images.
+
+        Raises:
+            DataError: if it holds no such targets, or the file is damaged.
+        """
+        if self.dtype.name not in TARGET_TYPES or self.shape[:1] != (count,) or self.is_fortran:
+            raise DataError(
+                f"{self.place}: {self.dtype} {list(self.shape)} are not the targets of {count:,} "
+                f"images: save one {', '.join(TARGET_TYPES)} array for all, in C order"
+            )
+        (array,) = self.blocks(count)
+        if not np.isfinite(array).all():
+            row = int(np.argwhere(~np.isfinite(array))[0][0])
+            raise DataError(f"{self.place}: the target of sample {row} is not finite: correct it")
+        return array
+
     def labels(self, count: int) -> list[str]:
         """Return the labels of `count` images, whole numbers or names, as text.
 
@@ -256,7 +279,7 @@ class ArraySource:
     """A split whose images are rows of an array, in ascending order."""
 
     array: Array
-    labels: NDArray[np.int32]
+    labels: NDArray[Any]
     rows: NDArray[np.int64]
     size: int | None
     how: Resize
@@ -280,8 +303,10 @@ class ArraySource:
 
 def read_arrays(
     source: Path,
-) -> tuple[dict[str, tuple[Array, NDArray[np.int32]]], tuple[str, ...]]:
+) -> tuple[dict[str, tuple[Array, NDArray[Any]]], tuple[str, ...], TargetForm | None]:
     """Return images and labels by split (`all`, or `train` and `test`), and the class names.
+
+    Labels that are floating numbers or arrays are targets, whose form is the last value.
 
     `source` is an .npz file, a folder of .npy files, or one of these .npy files.
 
@@ -319,15 +344,32 @@ def read_arrays(
                 f"{', '.join(map(shown, sorted(arrays)[:10])) or 'none'})"
             )
         splits = {ALONE: alone}
-    images, texts = {}, {}
-    for name, (image_array, label_array) in splits.items():
-        images[name] = image_array.with_header()
-        images[name].check_images()
-        texts[name] = label_array.with_header().labels(images[name].shape[0])
-    numbers, classes = labels_of(
-        texts, {name: labels.place for name, (_, labels) in splits.items()}
-    )
-    return {name: (images[name], numbers[name]) for name in splits}, classes
+    images = {name: array.with_header() for name, (array, _) in splits.items()}
+    labels = {name: array.with_header() for name, (_, array) in splits.items()}
+    for array in images.values():
+        array.check_images()
+    counts = {name: array.shape[0] for name, array in images.items()}
+    if any(array.holds_targets for array in labels.values()):
+        targets = {name: array.targets(counts[name]) for name, array in labels.items()}
+        pairs = {name: (images[name], targets[name]) for name in splits}
+        return pairs, (), _form(targets.values(), str(shown(source)))
+    texts = {name: array.labels(counts[name]) for name, array in labels.items()}
+    numbers, classes = labels_of(texts, {name: array.place for name, array in labels.items()})
+    return {name: (images[name], numbers[name]) for name in splits}, classes, None
+
+
+def _form(targets: Iterable[NDArray[Any]], place: str) -> TargetForm:
+    """Return the form of all targets; raise DataError if they have several."""
+    forms = {(array.shape[1:], array.dtype.name) for array in targets}
+    if len(forms) > 1:
+        raise DataError(
+            f"{place}: its splits have targets of two types or shapes: make them equal"
+        )
+    ((shape, dtype),) = forms
+    outputs = math.prod(shape)
+    if np.dtype(dtype).kind in "iu" and min(int(array.min()) for array in targets) >= 0:
+        outputs = max(int(array.max()) for array in targets) + 1  # whole numbers are classes
+    return TargetForm(shape, dtype, outputs)
 
 
 def holds_arrays(folder: Path) -> bool:

@@ -32,10 +32,43 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm")
 _INDEX_BYTES = 64 * 2**20  # hvdtrain writes no larger index
 _LARGEST = 2**48  # rows or bytes
 _LONGEST_SIDE = 2**16  # pixels
+_MOST_DIMENSIONS = 8  # of a target
 _LOOKED_AT = 1000  # files in a folder without an index
 # A plain name, without a folder.
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.h5")
 _HASH = re.compile(r"[0-9a-f]{64}")
+
+
+# The types of targets, with the bytes of a value.
+TARGET_TYPES = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8} | {
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+
+
+@dataclass(frozen=True)
+class TargetForm:
+    """The form of a sample's target: a class label, or an array of numbers.
+
+    Attributes:
+        shape: of the target of one sample; () for a single number.
+        dtype: of its values in memory.
+        outputs: what a model's function gets as the number of classes: the classes of whole
+            numbers, else the values of a target.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    outputs: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a target."""
+        return math.prod(self.shape) * TARGET_TYPES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +103,8 @@ class Index:
     per channel over the train split, of pixels in 0..1 (a constant channel has std 1). `notes` are
     remarks for the user, such as an incomplete source. `resize` is how image files get their size
     when they are decoded, and None for a data set of pixels. `packed_shape` is the shape in
-    `index.json`, where `at_size` chose another one to read.
+    `index.json`, where `at_size` chose another one to read. `targets` is the form of arrays in the
+    place of class labels, for which there are no `class_names`; None for class labels.
     """
 
     folder: Path
@@ -83,11 +117,17 @@ class Index:
     notes: tuple[str, ...] = ()
     resize: Resize | None = None
     packed_shape: tuple[int, int, int] | None = None
+    targets: TargetForm | None = None
 
     @property
     def classes(self) -> int:
-        """Number of classes."""
-        return len(self.class_names)
+        """Number of classes, or of a model's outputs for other targets."""
+        return self.target_form.outputs
+
+    @property
+    def target_form(self) -> TargetForm:
+        """The form of a sample's target, also of class labels."""
+        return self.targets or TargetForm((), "int64", len(self.class_names))
 
     @property
     def stored_shape(self) -> tuple[int, int, int]:
@@ -143,9 +183,15 @@ class Index:
     def to_json(self) -> dict[str, Any]:
         """Return the content of `index.json`."""
         files = {} if self.resize is None else {"encoding": "jpeg", "resize": self.resize}
+        targets = (
+            {}
+            if self.targets is None
+            else {"targets": vars(self.targets) | {"shape": list(self.targets.shape)}}
+        )
         return {
             "format_version": self.format_version,
             **files,
+            **targets,
             "image_shape": list(self.stored_shape),
             "class_names": list(self.class_names),
             "mean": list(self.mean),
@@ -250,6 +296,7 @@ class _IndexFile:
     notes: tuple[str, ...]
     splits: dict[str, _SplitFile]
     resize: Resize | None = None
+    targets: TargetForm | None = None
 
 
 def _index(folder: Path, text: bytes) -> Index:
@@ -290,8 +337,15 @@ def _faults(content: _IndexFile) -> Iterator[str]:
         yield "`mean` is not between 0 and 1"
     if not all(0 < number <= 1 for number in content.std):
         yield "`std` is not above 0 and at most 1"
-    if not content.class_names:
-        yield "`class_names` is empty"
+    targets = content.targets
+    if bool(content.class_names) == (targets is not None):
+        yield "`class_names` is empty" if targets is None else "it has classes and `targets`"
+    if targets and not (
+        targets.dtype in TARGET_TYPES
+        and _are_whole((*targets.shape, targets.outputs), _LONGEST_SIDE**2)
+        and len(targets.shape) <= _MOST_DIMENSIONS
+    ):
+        yield "`targets` has an unknown type, or a shape out of range"
     if not all(map(str.isprintable, (*content.class_names, *content.notes))):
         yield "`class_names` or `notes` is not a line of text"
     is_files = content.format_version == FILES_VERSION

@@ -170,11 +170,14 @@ def _pack_arrays(source: Path, destination: Path, options: PackOptions, shard_mb
         raise UsageError(
             f"{shown(source)} holds pixels: --encoding jpeg and --skip-broken are for image files"
         )
-    arrays, class_names = read_arrays(source)
+    arrays, class_names, targets = read_arrays(source)
     if _has_splits(source, arrays, options):
         ((array, labels),) = arrays.values()
         parts = parse_split(cast(str, options.split))
-        test, train = split_labels(labels, parts, options.seed, class_names)
+        numbers, names = (
+            (labels, class_names) if targets is None else (np.zeros(len(labels), np.int32), ("",))
+        )
+        test, train = split_labels(numbers, parts, options.seed, names)
         rows = {"train": train, "test": test}
         arrays = dict.fromkeys(rows, (array, labels))
     else:
@@ -189,7 +192,7 @@ def _pack_arrays(source: Path, destination: Path, options: PackOptions, shard_mb
         for name, (array, labels) in arrays.items()
     }
     with progress_bar("packing", sum(map(len, rows.values()))) as progress:
-        layout = Layout((height, width, 3), shard_mb=shard_mb)
+        layout = Layout((height, width, 3), shard_mb=shard_mb, targets=targets)
         return write_sources(destination, sources, layout, class_names, progress=progress)
 
 

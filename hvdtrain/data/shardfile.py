@@ -1,5 +1,7 @@
 """One shard: an HDF5 file of `images` [n, height, width, channels], `labels` [n] and `ids` [n].
 
+Labels are class numbers, or targets [n, ...] of another form.
+
 A shard of image files has `images` [bytes], the files one after the other, and `ends` [n], where
 each of them ends.
 
@@ -33,11 +35,12 @@ _READ_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError, Attribut
 class Batch:
     """Samples: `images` uint8 [n, height, width, channels], `labels` and `ids` int64 [n].
 
+    Labels that are not class numbers have the form of `Index.targets`, [n, ...].
     Of image files that are not decoded yet, `images` are `bytes` objects [n].
     """
 
     images: NDArray[Any]
-    labels: NDArray[np.int64]
+    labels: NDArray[Any]
     ids: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -52,7 +55,7 @@ def empty_batch(index: Index, rows: int) -> Batch:
         images = np.empty(rows, object)
     return Batch(
         images=images,
-        labels=np.empty(rows, np.int64),
+        labels=np.empty((rows, *index.target_form.shape), index.target_form.dtype),
         ids=np.empty(rows, np.int64),
     )
 
@@ -122,10 +125,13 @@ def _layout_fault(file: h5py.File, index: Index, shard: Shard) -> str | None:
             return f"holds `{name}` {fault}"
         data_set = file[name]
         expected: tuple[int, ...] = (shard.count,)
+        kind = "u" if name == "images" else "i"
         if name == "images":
             is_files = index.resize is not None
             expected = file["images"].shape[:1] if is_files else (shard.count, *index.stored_shape)
-        kind = "u" if name == "images" else "i"
+        elif name == "labels":
+            expected = (shard.count, *index.target_form.shape)
+            kind = np.dtype(index.target_form.dtype).kind
         if data_set.shape != expected or data_set.dtype.kind != kind:
             return f"holds `{name}` {data_set.shape} {data_set.dtype}, the index says {expected}"
     return None
@@ -159,7 +165,8 @@ def read_rows(file: h5py.File, index: Index, shard: Shard, start: int, stop: int
         file[name].read_direct(getattr(batch, name), np.s_[start:stop])
     if index.resize is not None:
         batch.images[:] = _read_files(file, start, stop)
-    if batch.labels.min() < 0 or batch.labels.max() >= index.classes:
+    is_class = index.targets is None
+    if is_class and (batch.labels.min() < 0 or batch.labels.max() >= index.classes):
         path = index.folder / shard.file
         raise DataError(f"{path}: holds a label outside 0..{index.classes - 1}; pack it again")
     return batch

@@ -129,11 +129,11 @@ class Samples:
         """
         return self._decoded(self._stored(rows), picture)
 
-    def labels(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def labels(self, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return the labels at these rows, as `gather` does but without copying the images."""
         self._check(rows)
         if not len(rows):
-            return rows
+            return empty_batch(self.index, 0).labels
         self.load()
         if self._whole is not None:
             return self._whole.labels[rows]
@@ -265,7 +265,7 @@ def view(index: Index, image: Image.Image, name: str = "") -> NDArray[np.uint8]:
 def _sample_bytes(index: Index, split: Split) -> int:
     """Return the memory of one stored sample, with a label and an id; the average of files."""
     if index.resize is None:
-        return index.image_bytes + 16
+        return index.image_bytes + index.target_form.bytes + 8
     stored = sum(shard.bytes for shard in split.shards)
     return stored // split.count + _FILE_OVERHEAD
 
@@ -361,6 +361,7 @@ def info(folder: Path | str) -> dict[str, Any]:
         "hash": index.hash,
         "classes": index.classes,
         "class_names": list(index.class_names),
+        **({} if index.targets is None else {"targets": str(index.targets)}),
         "image_shape": list(index.image_shape),
         "encoding": "raw" if index.resize is None else "jpeg",
         "resize": index.resize,

@@ -29,6 +29,7 @@ from hvdtrain.data.index import (
     Resize,
     Shard,
     Split,
+    TargetForm,
 )
 from hvdtrain.data.shardfile import Batch, chunk_rows, encode_shard
 from hvdtrain.errors import DataError, UsageError
@@ -54,13 +55,13 @@ class Block:
 
     Attributes:
         images: uint8 [n, height, width, channels], or the bytes of image files [n].
-        labels: whole numbers [n].
+        labels: whole numbers [n], or targets [n, ...].
         places: int64 [n], ascending: which samples of the source these are.
         counts: how many pixels have each value, uint32 [n, channels, 256]; None: count them here.
     """
 
     images: NDArray[Any]
-    labels: NDArray[np.integer]
+    labels: NDArray[Any]
     places: NDArray[np.int64]
     counts: NDArray[np.uint32] | None = None
 
@@ -102,12 +103,14 @@ class Layout:
     Attributes:
         resize: how image files are resized when they are decoded; None for pixels.
         file_bytes: average size of an image file.
+        targets: the form of targets that are not class labels.
     """
 
     image_shape: tuple[int, int, int]
     resize: Resize | None = None
     file_bytes: int = 0
     shard_mb: int = 64
+    targets: TargetForm | None = None
 
     @property
     def image_bytes(self) -> int:
@@ -182,7 +185,7 @@ def write_sources(
         writer = _Writer(destination, key, layout, class_names, progress, finished)
         splits = {name: writer.write(name, source) for name, source in sources.items()}
         mean, std = mean_and_std(np.sum([shard.counts for shard in finished["train"]], axis=0))
-        if class_names is None:
+        if class_names is None and layout.targets is None:
             largest = max(shard.largest_label for shards in finished.values() for shard in shards)
             class_names = [f"class {number}" for number in range(largest + 1)]
         left_out = [
@@ -194,12 +197,13 @@ def write_sources(
             folder=destination,
             format_version=FORMAT_VERSION if layout.resize is None else FILES_VERSION,
             splits=splits,
-            class_names=tuple(class_names),
+            class_names=tuple(class_names or ()),
             image_shape=layout.image_shape,
             mean=mean,
             std=std,
             notes=(*notes, *left_out),
             resize=layout.resize,
+            targets=layout.targets,
         )
         _publish(destination, index)
     return index
@@ -241,17 +245,13 @@ class _Writer:
         return Split(name, count, tuple(shard.shard for shard in done), rows)
 
     def _write_shard(self, name: str, block: Block, broken: list[Fault]) -> _Finished:
-        smallest, largest = int(block.labels.min()), int(block.labels.max())
-        classes = None if self.class_names is None else len(self.class_names)
-        if smallest < 0 or (classes is not None and largest >= classes):
-            wrong = smallest if smallest < 0 else largest
-            sample = int(block.places[np.flatnonzero(block.labels == wrong)[0]])
-            limit = "at least 0" if classes is None else f"0 to {classes - 1}"
-            raise DataError(f"sample {sample} of `{name}` has label {wrong}: labels are {limit}")
+        labels, largest = block.labels, 0
+        if self.layout.targets is None:
+            labels, largest = self._checked(name, block), int(labels.max())
         done = self.finished[name]
         first_id = sum(one.shard.count for shards in self.finished.values() for one in shards)
         ids = np.arange(first_id, first_id + len(block), dtype=np.int64)
-        samples = Batch(block.images, block.labels.astype(np.int32), ids)
+        samples = Batch(block.images, labels, ids)
         content = encode_shard(samples, self.layout.chunk_rows)
         file = f"{name}-{len(done):05d}.h5"
         _write(self.destination, file, content)
@@ -269,6 +269,17 @@ class _Writer:
             record = json.dumps(asdict(finished)).encode()
             _write(self.destination, Path(file).with_suffix(".json").name, record)
         return finished
+
+    def _checked(self, name: str, block: Block) -> NDArray[np.int32]:
+        """Return class labels as they are stored; raise DataError for one without a class."""
+        smallest, largest = int(block.labels.min()), int(block.labels.max())
+        classes = None if self.class_names is None else len(self.class_names)
+        if smallest < 0 or (classes is not None and largest >= classes):
+            wrong = smallest if smallest < 0 else largest
+            sample = int(block.places[np.flatnonzero(block.labels == wrong)[0]])
+            limit = "at least 0" if classes is None else f"0 to {classes - 1}"
+            raise DataError(f"sample {sample} of `{name}` has label {wrong}: labels are {limit}")
+        return block.labels.astype(np.int32)
 
 
 def _whole_shards(blocks: Iterator[Block], rows: int) -> Iterator[Block]:

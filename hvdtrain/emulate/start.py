@@ -112,7 +112,6 @@ def emulate(
     costs = component_costs(
         components,
         size,
-        classes=index.classes,
         dtype=DTYPES[config.precision],
         autocast="cpu" if config.precision in AUTOCAST else None,
     )

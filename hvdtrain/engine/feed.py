@@ -39,7 +39,7 @@ READING = "reading its samples"
 
 @dataclass(frozen=True)
 class Feed:
-    """Images uint8 [n, H, W, C] with their sample ids, and labels int64 [m] of other samples.
+    """Images uint8 [n, H, W, C] with their sample ids, and labels [m] of other samples.
 
     n is 0 on ranks without the first stage, m is 0 on ranks without the last stage. Images on the
     device are given by the places of their pixels.
@@ -47,7 +47,7 @@ class Feed:
 
     images: np.ndarray | Places
     ids: Rows
-    labels: Rows
+    labels: np.ndarray
 
     @property
     def pixels(self) -> np.ndarray:
@@ -308,13 +308,22 @@ def check_started(config: TrainConfig, world: World) -> None:
 
 
 def check_images(config: TrainConfig, index: Index) -> None:
-    """Raise UsageError unless images are square and have 3 channels."""
+    """Raise UsageError unless images are square, have 3 channels, and stay beside their targets.
+
+    Targets of two dimensions or more are taken for fields over the image.
+    """
     height, width, channels = index.image_shape
     if channels != 3 or height != width:
         raise UsageError(
             f"{config.data} holds images of {height}x{width}x{channels}: "
             "models need square images of 3 channels"
         )
+    moving = {"--augment": config.augment, "--test-augment": config.test_augment}
+    for name, value in moving.items():
+        if len(index.target_form.shape) > 1 and value != "none":
+            raise UsageError(
+                f"{name} {value} moves images but not their targets {index.targets}: leave it out"
+            )
 
 
 def step_seed(seed: int, position: int, rank: int | None) -> int:

@@ -330,6 +330,11 @@ class Session(ABC):
         return {}
 
     @property
+    def measures(self) -> tuple[str, ...]:
+        """The names of what evaluations measure besides the loss."""
+        return ("accuracy",)
+
+    @property
     @abstractmethod
     def evaluation_images(self) -> int:
         """Images of a global batch in evaluation."""
@@ -346,8 +351,8 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
-        """Return the sum of losses and the number of correct answers on this rank. Collective.
+    def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> list[float]:
+        """Return the sums of the loss and of each measure on this rank. Collective.
 
         Args:
             batches: this rank's samples, with the size of their global batch.

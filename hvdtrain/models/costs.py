@@ -88,7 +88,7 @@ def component_costs(
     components: Sequence[Component],
     image_size: int,
     *,
-    classes: int | None,
+    classes: int | None = None,
     dtype: torch.dtype = torch.float32,
     autocast: str | None = None,
 ) -> list[ComponentCost]:
@@ -109,7 +109,8 @@ def component_costs(
         return counted
     shape = (IMAGE_CHANNELS, image_size, image_size)
     costs = _counted(components, shape, dtype, nullcontext())
-    check_logits(components[-1], (BATCHES[0], *costs[-1].output_shape), classes)
+    if classes is not None:
+        check_logits(components[-1], (BATCHES[0], *costs[-1].output_shape), classes)
     if autocast is not None:
         costs = _under_autocast(components, shape, costs, autocast)
     return costs

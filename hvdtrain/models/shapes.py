@@ -71,17 +71,17 @@ def boundaries(
                 module = shape_of(component, dtype)
                 activation = run_for_shape(component, module, activation)
             emitted.append(Boundary(tuple(activation.shape), activation.dtype))
-    check_logits(components[-1], emitted[-1].shape, classes)
+    if classes is not None:
+        check_logits(components[-1], emitted[-1].shape, classes)
     return emitted
 
 
-def check_logits(last: Component, shape: tuple[int, ...], classes: int | None) -> None:
+def check_logits(last: Component, shape: tuple[int, ...], classes: int) -> None:
     """Raise UsageError unless `shape`, which the last component emits, is [batch, classes]."""
-    if len(shape) != 2 or classes not in (None, shape[1]):
-        expected = "classes" if classes is None else classes
+    if len(shape) != 2 or shape[1] != classes:
         raise UsageError(
             f"the last component, {last.name!r}, emits shape {shape}, "
-            f"not ({shape[0]}, {expected}): it must emit one logit for each class"
+            f"not ({shape[0]}, {classes}): it must emit one logit for each class"
         )
 
 

@@ -13,7 +13,12 @@ from hvdtrain.options.emulateoptions import check_emulation
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Rule, flag
 from hvdtrain.options.imageoptions import AUGMENTATIONS
 from hvdtrain.options.nearest import nearest
-from hvdtrain.options.optimisationoptions import OPTIMIZERS, SCHEDULES
+from hvdtrain.options.optimisationoptions import (
+    CROSS_ENTROPY,
+    LOSSES,
+    OPTIMIZERS,
+    SCHEDULES,
+)
 from hvdtrain.options.planrequest import (
     ADAPTIVE,
     Chosen,
@@ -32,7 +37,12 @@ LIMITS = {
     Rule.SHARE: "between 0 and 1",
     Rule.ONE_LINE: "one line of text",
 }
-BUILT_IN = {"optimizer": OPTIMIZERS, "lr_schedule": SCHEDULES, "augment": AUGMENTATIONS}
+BUILT_IN = {
+    "loss": LOSSES,
+    "optimizer": OPTIMIZERS,
+    "lr_schedule": SCHEDULES,
+    "augment": AUGMENTATIONS,
+}
 FALLING = ("cosine", "linear")  # schedules that go down to --lr-end
 CHOSEN_PLANS_ONLY = ("memory_limit", "profile")
 MOST_RANKS = 2**20  # upper bound where only the launcher knows the number of ranks
@@ -148,6 +158,7 @@ def _check_optimisation(values: Mapping[str, Any], defaults: Mapping[str, Any]) 
     is_exact = parse_sync_request(values["sync"]) == NO_SYNC
     is_cropped, falls = values["augment"] == "crop-flip", values["lr_schedule"] in FALLING
     for name, other, is_used in (
+        ("label_smoothing", "--loss cross-entropy", values["loss"] == CROSS_ENTROPY),
         ("lookahead", "--sync exact", is_exact),
         ("lr_scale", "--sync exact", is_exact),
         ("lookahead_share", "--lookahead", values["lookahead"] is not None),

@@ -1,4 +1,4 @@
-"""Models that are passed in Python: the name that a configuration keeps, with the object itself.
+"""Models and losses that are passed in Python: the name in a configuration, with the object.
 
 Nothing here loads torch.
 """
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UsageError
 
-# The type of a configuration's model: a name on the command line, or any model in Python.
+# The type of a configuration's model or loss: a name on the command line, or any in Python.
 if TYPE_CHECKING:
     Model = Any
 else:
@@ -16,6 +16,7 @@ else:
 PREFIX = "in-python:"  # no module can have this name
 # Options besides the model that may be a user's own function, and what that is.
 SEAMS = {
+    "loss": "a function of (outputs, targets) or an hvdtrain.Loss",
     "optimizer": "a function of (parameters, lr) that returns a torch.optim.Optimizer",
     "lr_schedule": "a function of the share of the run that is done",
     "augment": "a function of (images, seeds, epoch)",
@@ -23,12 +24,13 @@ SEAMS = {
 
 
 class GivenModel(str):
-    """The name of a model that was passed in Python, which carries the model.
+    """The name of a model or a loss that was passed in Python, which carries it.
 
     Copies and pickles are plain names: a run folder and other ranks receive the name alone.
 
     Attributes:
-        model: a function of (classes, image_size), a list of components, or a torch module.
+        model: a function of (classes, image_size), a list of components, or a torch module; or a
+            loss.
     """
 
     model: Any
@@ -96,14 +98,14 @@ def _reference(model: object) -> str | None:
     return f"{module}:{name}" if is_named else None
 
 
-def refuse_lost(model: str) -> None:
-    """Refuse the bare name of a model that was passed in Python.
+def refuse_lost(model: str, kind: str = "model") -> None:
+    """Refuse the bare name of a model or a loss that was passed in Python.
 
     Raises:
         UsageError: with what to do.
     """
     if model.startswith(PREFIX) and not isinstance(model, GivenModel):
         raise UsageError(
-            f"model {model} was passed in Python, and no file holds it: resume or use the run in "
-            "the script that made it, or write the model as package.module:function"
+            f"{kind} {model} was passed in Python, and no file holds it: resume or use the run in "
+            f"the script that made it, or write the {kind} as package.module:function"
         )

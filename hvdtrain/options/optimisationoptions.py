@@ -1,23 +1,29 @@
 """The options of the optimizer, its learning rate and the weights that it averages."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from hvdtrain.options.fields import Group, Rule, option
+from hvdtrain.options.givenmodel import Model
 
-# A name on the command line, or any function in Python.
-if TYPE_CHECKING:
-    Seam = Any
-else:
-    Seam = str
+Seam = Model  # a name on the command line, or any function in Python
 OPTIMIZERS = ("sgd", "sgdw", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "linear", "step")
+CROSS_ENTROPY = "cross-entropy"
+LOSSES = (CROSS_ENTROPY, "pixel-cross-entropy", "mse", "l1", "binary-cross-entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimisationOptions:
     """The optimizer, its schedule, and what the run should reach."""
 
+    loss: Seam = option(  # noqa: RUF009
+        CROSS_ENTROPY,
+        "cross-entropy, pixel-cross-entropy, mse, l1, binary-cross-entropy (of logits), or "
+        "package.module:function of your own, from outputs and targets to a loss per sample",
+        Group.OPTIMISATION,
+        Rule.ONE_LINE | Rule.TORCH_ONLY,
+        "NAME",
+    )
     optimizer: Seam = option(  # noqa: RUF009
         "adam",
         "sgd: with Nesterov momentum; sgdw: with weight decay apart from the momentum (Loshchilov "
@@ -87,7 +93,7 @@ class OptimisationOptions:
     )
     label_smoothing: float = option(
         0.0,
-        "share of each target that is spread over all classes, 0 to below 1",
+        "share of each target that cross-entropy spreads over all classes, 0 to below 1",
         Group.OPTIMISATION,
         Rule.BELOW_ONE,
     )

@@ -7,17 +7,17 @@ round alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import floor
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.device import autocast
+from hvdtrain.models.losses import Loss, cross_entropy
 from hvdtrain.parallel.dropout import Draws
 from hvdtrain.parallel.stage import StageModel
 from hvdtrain.plan.plan import Plan
@@ -39,7 +39,7 @@ class Rules:
 
     is_synchronised: bool = False
     autocast: torch.dtype | None = None
-    label_smoothing: float = 0.0
+    loss: Loss = field(default_factory=cross_entropy)
     clip_norm: float | None = None
     loss_scale: float = 1.0
 
@@ -112,7 +112,7 @@ class Reference:
 
         Args:
             images: [batch size, 3, H, W], normalised.
-            labels: int64 [batch size].
+            labels: int64 [batch size], or targets [batch size, ...].
         """
         size, rules, total = len(labels), self.rules, 0.0
         self.draws.begin_step()
@@ -122,13 +122,8 @@ class Reference:
             for stage, replica_ranges in zip(self.stages, parts, strict=True):
                 ranges = [by_microbatch[k] for by_microbatch in replica_ranges]
                 activations = stage.forward(activations, ranges, start)
-            logits = activations if activations.dtype == torch.float64 else activations.float()
-            loss = functional.cross_entropy(
-                logits,
-                labels[start:stop],
-                reduction="sum",
-                label_smoothing=rules.label_smoothing,
-            )
+            outputs = activations if activations.dtype == torch.float64 else activations.float()
+            loss = rules.loss.sum(outputs, labels[start:stop])
             (loss / size * rules.loss_scale).backward()
             total += float(loss.detach())
         buffers: dict[str, Tensor] = {}

@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hvdtrain import device as devices
 from hvdtrain.errors import UsageError
 from hvdtrain.host.activity import Activity
+from hvdtrain.models.losses import Loss, cross_entropy
 from hvdtrain.parallel import halves
 from hvdtrain.parallel.boundary import Boundaries
 from hvdtrain.parallel.dropout import Draws
@@ -38,15 +38,13 @@ class Settings:
         images: prepares the images of the first stage.
         autocast: the dtype in which forwards run; None: that of the weights.
         rule: the conditions for an update; the default updates unless gradients are not finite.
-        label_smoothing: in training; Szegedy et al., "Rethinking the Inception Architecture for
-            Computer Vision", CVPR 2016, section 7.
         draws: the source of masks for the dropout layers.
     """
 
     images: Images
     autocast: torch.dtype | None = None
     rule: UpdateRule = field(default_factory=UpdateRule)
-    label_smoothing: float = 0.0
+    loss: Loss = field(default_factory=cross_entropy)
     draws: Draws = field(default_factory=Draws)
 
 
@@ -216,17 +214,14 @@ class Runtime:
         if not torch.is_grad_enabled():
             self._forget(step, task)
 
-    def _finish_forward(self, step: Step, task: Task, logits: Tensor) -> None:
-        labels = step.targets.pop(task.key)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+    def _finish_forward(self, step: Step, task: Task, outputs: Tensor) -> None:
+        targets = step.targets.pop(task.key)
+        outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
         if not torch.is_grad_enabled():
-            logits = step.logits[task.key] = _add(
-                step.logits.get(task.key), logits if step.weight == 1 else step.weight * logits
+            outputs = step.logits[task.key] = _add(
+                step.logits.get(task.key), outputs if step.weight == 1 else step.weight * outputs
             )
-        smoothing = self.settings.label_smoothing if torch.is_grad_enabled() else 0.0
-        loss_sum = functional.cross_entropy(
-            logits, labels, reduction="sum", label_smoothing=smoothing
-        )
+        loss_sum = self.settings.loss.sum(outputs, targets)
         step.loss_sum = _add(step.loss_sum, loss_sum.detach())
         if torch.is_grad_enabled():
             loss = loss_sum / step.program.cut.batch_size
@@ -234,7 +229,8 @@ class Runtime:
                 loss = loss * step.loss_scale
             step.outputs.put(task.key, loss, step.program.output_uses[task.key])
         else:
-            step.correct = _add(step.correct, (logits.argmax(1) == labels).sum())
+            for name, value in self.settings.loss.measured(outputs, targets).items():
+                step.measured[name] = _add(step.measured.get(name), value)
 
     def _backward(self, step: Step, task: Task) -> None:
         stage, part = task.key[0], self.parts[task.key[0]]

@@ -42,14 +42,14 @@ class Step:
     Attributes:
         program: the actions.
         images: uint8 [n, H, W, C], this rank's samples in the first stage, or their places.
-        labels: int64 [n], of this rank's samples in the last stage.
+        labels: of this rank's samples in the last stage [n], or their targets [n, ...].
         inputs: of this rank's stages, until their backward has run.
         targets: labels on the device, per micro-batch.
         outputs: of this rank's stages.
         input_gradients: gradients of `inputs`.
         pending_weights: the second halves of split backwards.
         loss_sum: over this rank's samples in the last stage.
-        correct: correctly classified samples of this rank in the last stage; evaluation only.
+        measured: sums of the loss's measures over the same samples, by name; evaluation only.
         loss_scale: factor of the loss; its gradients are divided by it before they are used.
         weight: of the logits of this view of the images; evaluation only.
         logits: weighted sums over the views of the images so far; evaluation only.
@@ -69,7 +69,7 @@ class Step:
     input_gradients: Held = field(default_factory=Held)
     pending_weights: dict[Key, list[Group]] = field(default_factory=dict)
     loss_sum: Tensor | None = None
-    correct: Tensor | None = None
+    measured: dict[str, Tensor] = field(default_factory=dict)
     loss_scale: float = 1.0
     weight: float = 1.0
     logits: Logits = field(default_factory=dict)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hvdtrain.device import Mark, autocast, is_queued, mark, synchronize
 from hvdtrain.parallel import halves
@@ -99,6 +98,7 @@ class Chain:
         is_first, is_last: whether the chain contains the first, or the last, component of the
             model.
         dtype: of autocast, in which forwards run; None without it.
+        loss: returns the sum of the losses of the model's outputs.
         message: sends one byte to this rank itself; None if there are no other ranks.
     """
 
@@ -108,6 +108,7 @@ class Chain:
     is_first: bool
     is_last: bool
     dtype: torch.dtype | None
+    loss: Callable[[Tensor], Tensor]
     message: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -227,9 +228,7 @@ class Chain:
             with self._autocast():
                 output = link.call(leaf)
             if self.is_last and place == len(self.links) - 1:
-                labels = torch.zeros(len(output), dtype=torch.int64, device=output.device)
-                logits = output if output.dtype == torch.float64 else output.float()
-                output = functional.cross_entropy(logits, labels, reduction="sum")
+                output = self.loss(output if output.dtype == torch.float64 else output.float())
             passed.spans.append(_Span(start, self._mark()))
             passed.leaves.append(leaf)
             passed.outputs.append(output)

@@ -289,6 +289,7 @@ def local_times(
         image_size=subject.image_size,
         sizes=sizes,
         dtype=AUTOCAST.get(config.precision),
+        loss=subject.loss,
         in_halves="zb-h1" in _schedules(config, subject.names),
         message=message,
         counted=partial(_counted_bytes, subject),

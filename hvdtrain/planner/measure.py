@@ -44,6 +44,7 @@ class Setting:
         image_size: height and width in pixels.
         sizes: numbers of samples to measure, ascending.
         dtype: of autocast, in which forwards run; None without it.
+        loss: as in `Chain`.
         in_halves: whether backwards are measured in halves, too.
         message: sends one byte to this rank itself; None if there are no other ranks.
         counted: returns the bytes of components, by name, with the activations of some samples.
@@ -58,6 +59,7 @@ class Setting:
     image_size: int
     sizes: tuple[int, ...]
     dtype: torch.dtype | None
+    loss: Callable[[Tensor], Tensor]
     in_halves: bool
     message: Callable[[], None] | None
     counted: Callable[[Sequence[str], int], int]
@@ -119,6 +121,7 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, world: World
             is_first=number == 0,
             is_last=number == len(chains) - 1,
             dtype=setting.dtype,
+            loss=setting.loss,
             message=setting.message,
         )
         measured = _measured(chain, setting, world)

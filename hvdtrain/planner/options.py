@@ -37,6 +37,7 @@ class PlanConfig(ModelInConfig):
     weight_decay: float = field_of_train("weight_decay")
     no_decay: str = field_of_train("no_decay")
     lr_scale: str = field_of_train("lr_scale")
+    loss: Model = field_of_train("loss")
     label_smoothing: float = field_of_train("label_smoothing")
     clip_norm: float | None = field_of_train("clip_norm")
     batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")
@@ -44,7 +45,7 @@ class PlanConfig(ModelInConfig):
     sync: str = field_of_train("sync")
     compress: str = field_of_train("compress")
     image_size: int = field(default=32, metadata=about("height and width of the images"))
-    classes: int = field(default=10, metadata=about("classes"))
+    classes: int = field(default=10, metadata=about("classes, or the outputs of the model"))
     patch_size: int | None = field_of_train("patch_size")
     seed: int = field(default=0, metadata=about("seed of weights and images"))
     save: str | None = field(

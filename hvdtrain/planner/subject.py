@@ -1,7 +1,7 @@
 """The model that the planner measures, with the settings of a run."""
 
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +47,7 @@ class Subject:
         parts: builds the components.
         costs: costs of the components, in their order.
         image_size: height and width in pixels.
+        loss: returns the sum of the losses of outputs, for any targets.
     """
 
     config: TrainConfig
@@ -54,6 +55,7 @@ class Subject:
     costs: Sequence[ComponentCost]
     image_size: int
     images: Images
+    loss: Callable[[torch.Tensor], torch.Tensor]
 
     @property
     def names(self) -> list[str]:

@@ -3,7 +3,7 @@
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,16 +17,7 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.training.callbacks import Followers
 from hvdtrain.training.metrics import Records
 
-COLUMNS = {
-    "epoch": "d",
-    "loss": ".4f",
-    "val loss": ".4f",
-    "val acc": ".4f",
-    "test loss": ".4f",
-    "test acc": ".4f",
-    "images/s": ",.0f",
-    "seconds": ",.1f",
-}
+FORMS = {"epoch": "d", "images/s": ",.0f", "seconds": ",.1f"}  # of other columns: .4f
 
 
 class Console:
@@ -51,6 +42,7 @@ class Console:
                 transient=True,
             )
         self.task: Any = None
+        self.columns: tuple[str, ...] = ()
 
     def say(self, text: str) -> None:
         """Print one line."""
@@ -87,17 +79,25 @@ class Console:
         if self.progress is not None:
             self.progress.update(self.task, advance=1, loss=loss)
 
-    def header(self) -> None:
-        """Print the names of the columns that `row` fills."""
-        self.say("  ".join(f"{name:>9}" for name in COLUMNS))
+    def header(self, measures: Iterable[str]) -> None:
+        """Print the names of the columns that `row` fills.
+
+        Args:
+            measures: what is measured besides the loss.
+        """
+        names = ["loss", *(name.replace("_", " ").replace("accuracy", "acc") for name in measures)]
+        splits = [f"{split} {name}" for split in ("val", "test") for name in names]
+        self.columns = ("epoch", "loss", *splits, "images/s", "seconds")
+        self.say("  ".join(f"{name:>9}" for name in self.columns))
 
     def row(self, values: dict[str, Any]) -> None:
         """Print one line of the epoch table, with "-" for missing values."""
         cells = [
-            "-" if values.get(name) is None else format(values[name], form)
-            for name, form in COLUMNS.items()
+            "-" if values.get(name) is None else format(values[name], FORMS.get(name, ".4f"))
+            for name in self.columns
         ]
-        self.say("  ".join(f"{cell:>9}" for cell in cells))
+        widths = [max(9, len(name)) for name in self.columns]
+        self.say("  ".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True)))
 
 
 @dataclass

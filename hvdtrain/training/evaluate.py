@@ -14,6 +14,7 @@ from hvdtrain.engine.progress import Stopwatch
 from hvdtrain.engine.session import PendingStep, StepOutcome
 from hvdtrain.training.run import Run
 
+# Always among the results; null where they are not measured.
 MEASURED = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
 
 NO_STEP = PendingStep(0, lambda: StepOutcome(0.0, False))  # of an agreement in an evaluation
@@ -48,8 +49,10 @@ def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tu
         raise Stopped(code)
 
 
-def evaluate(run: Run, split: str, rows: np.ndarray) -> tuple[float, float]:
-    """Return mean loss and accuracy over `rows` of a split; one rank counts each row, once.
+def evaluate(run: Run, split: str, rows: np.ndarray) -> dict[str, float]:
+    """Return the means of the loss and its measures over `rows` of a split, by name.
+
+    One rank counts each row, once.
 
     Raises:
         Stopped: on all ranks after the same batch, if any rank received a stop signal.
@@ -62,8 +65,9 @@ def evaluate(run: Run, split: str, rows: np.ndarray) -> tuple[float, float]:
         feeds = watched(loader, run.activity)
         local_sums = session.evaluate(_until_stopped(run, zip(feeds, sizes, strict=True)))
     with session.activity.doing("adding up an evaluation"):
-        loss_sum, correct = np.sum(session.world.gather(local_sums), axis=0)
-    return float(loss_sum) / len(rows), round(correct) / len(rows)
+        sums = np.sum(session.world.gather(local_sums), axis=0)
+    names = ("loss", *session.measures)
+    return {name: float(value) / len(rows) for name, value in zip(names, sums, strict=True)}
 
 
 def end_epoch(run: Run, may_be_best: bool) -> None:
@@ -77,7 +81,8 @@ def end_epoch(run: Run, may_be_best: bool) -> None:
     """
     session, progress = run.session, run.progress
     counted = progress.epoch_samples  # none where every step was skipped
-    final: dict[str, Any] = dict.fromkeys(MEASURED)
+    others = [f"{split}_{name}" for split in ("val", "test") for name in session.measures]
+    final: dict[str, Any] = dict.fromkeys((*MEASURED, *others))
     final["train_loss"] = progress.epoch_loss_sum / counted if counted else None
     if run.evaluation_due:
         final |= _measure(run)
@@ -85,7 +90,9 @@ def end_epoch(run: Run, may_be_best: bool) -> None:
     progress.epoch_loss_sum, progress.epoch_samples = 0.0, 0
     _record(run, final)
     # Without a hold-out the training loss decides, never the test split.
-    metric, sign = ("val_accuracy", 1) if len(session.held_rows) else ("train_loss", -1)
+    metric, sign = "train_loss", -1
+    if len(session.held_rows):
+        metric, sign = ("val_accuracy", 1) if "accuracy" in session.measures else ("val_loss", -1)
     best = progress.best
     is_candidate = may_be_best and final[metric] is not None
     if is_candidate and (best is None or sign * final[metric] > sign * best["value"]):
@@ -124,12 +131,11 @@ def _record(run: Run, final: dict[str, Any]) -> None:
 
 def _measure(run: Run) -> dict[str, float]:
     """Evaluate on the hold-out, if there is one, and on the test split. Collective."""
-    measured: dict[str, float] = {}
     session = run.session
     clock = Stopwatch(run.progress, "evaluation_seconds", session.device.dilation)
-    if len(session.held_rows):
-        measured["val_loss"], measured["val_accuracy"] = evaluate(run, "train", session.held_rows)
-    test_rows = np.arange(session.index.splits["test"].count)
-    measured["test_loss"], measured["test_accuracy"] = evaluate(run, "test", test_rows)
+    held = evaluate(run, "train", session.held_rows) if len(session.held_rows) else {}
+    tested = evaluate(run, "test", np.arange(session.index.splits["test"].count))
     clock.count()
-    return measured
+    return {f"val_{name}": value for name, value in held.items()} | {
+        f"test_{name}": value for name, value in tested.items()
+    }

@@ -25,7 +25,8 @@ class Inputs:
         image_size: of the model, in pixels.
         stored_size: that the data set's images were scaled to before their centre was cut out.
         resize: how image files get their size; None for a data set of pixels.
-        class_names: by class.
+        class_names: by class; none for targets that are not class labels.
+        outputs: of a model without classes.
         mean, std: per channel, of pixels in 0..1, to normalise by.
     """
 
@@ -35,6 +36,12 @@ class Inputs:
     class_names: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    outputs: int = 0
+
+    @property
+    def classes(self) -> int:
+        """The number of classes, or of outputs, that the model's function gets."""
+        return len(self.class_names) or self.outputs
 
 
 def inputs_of(index: Index, normalisation: Normalisation) -> Inputs:
@@ -47,6 +54,7 @@ def inputs_of(index: Index, normalisation: Normalisation) -> Inputs:
         class_names=index.class_names,
         mean=tuple(map(float, mean)),
         std=tuple(map(float, std)),
+        outputs=0 if index.targets is None else index.classes,
     )
 
 
@@ -73,6 +81,6 @@ def load(run: Path) -> Inputs | None:
         is_resized = inputs.resize in (None, *get_args(Resize))
         if not (0 < min(sizes) <= max(sizes) <= LARGEST_SIZE and has_channels and is_resized):
             raise DataError(f"{run / FILE} has a value that is out of range: restore it")
-        if not inputs.class_names:
+        if not inputs.classes > 0:
             raise DataError(f"{run / FILE} names no class: restore it")
     return inputs

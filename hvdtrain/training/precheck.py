@@ -105,7 +105,6 @@ def _check_plan(config: TrainConfig) -> None:
     if isinstance(config.plan_request, Chosen):
         check_choice(config, components)
         return
-    size, classes = index.image_shape[0], index.classes
-    plan = make_plan(config, components, size, classes, config.ranks or 1)
+    plan = make_plan(config, components, index.image_shape[0], config.ranks or 1)
     rows, _ = order.holdout(index.splits["train"].count, config.holdout, index.hash, config.seed)
     check_batches(config, plan, components, boundaries, len(rows))

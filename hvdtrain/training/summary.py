@@ -51,7 +51,7 @@ def announce(run: Run) -> None:
         )
     if run.progress.step:
         run.console.say(f"resumed after step {run.progress.step:,}")
-    run.console.header()
+    run.console.header(session.measures)
     plan_record = session.plan.to_json() | {"devices_a_rank": session.device.count}
     if session.predicted_seconds is not None:
         plan_record["predicted_seconds"] = session.predicted_seconds

@@ -17,8 +17,9 @@ from hvdtrain.host import files
 from hvdtrain.host.harmless import as_csv
 from hvdtrain.options.givenmodel import Model
 from hvdtrain.options.nearest import nearest
+from hvdtrain.options.optimisationoptions import CROSS_ENTROPY
 from hvdtrain.plan.program import EVALUATION_IMAGES
-from hvdtrain.use.trained import Trained, Which, trained_model
+from hvdtrain.use.trained import Trained, Which, read_config, trained_model
 
 TOP = 5
 FILES = ("evaluation.json", "classes.csv", "confusion.csv", "confusion.png")
@@ -150,10 +151,16 @@ def evaluate(
         trust: import the module that the run names also if another user could have written it.
 
     Raises:
-        UsageError: if there is no such run or split, the classes differ, or a file cannot be
-            written.
+        UsageError: if there is no such run or split, it is no classifier, the classes differ, or
+            a file cannot be written.
         DataError: if the run holds no checkpoint that verifies, or the data set is damaged.
     """
+    loss = read_config(Path(run)).get("loss", CROSS_ENTROPY)
+    if loss != CROSS_ENTROPY:
+        raise UsageError(
+            f"evaluate counts classes, and {run} has the loss {loss!r}: its "
+            "summary.json holds what it measured, and hvdtrain.load returns the model"
+        )
     trained = trained_model(run, which, model, trust)
     folder = Path(trained.config.data if data is None else data)
     index = _index(folder, trained)

@@ -73,6 +73,8 @@ def predict(
         _check_file(path)
     trained = trained_model(run, which, model, trust)
     classes = len(trained.inputs.class_names)
+    if not classes:
+        raise UsageError(f"{run} has no classes to predict: use hvdtrain.load for its outputs")
     if not 1 <= top <= classes:
         raise UsageError(f"--top {top}, but the model has {classes} classes: give 1 to {classes}")
     how = resize or trained.inputs.resize or DEFAULT

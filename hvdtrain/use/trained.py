@@ -131,7 +131,7 @@ def trained_model(
         check(Path(run), config.model, trust)
     components = models.components(
         config.model,
-        len(inputs.class_names),
+        inputs.classes,
         inputs.image_size,
         config.patch_size,
         config.seed,

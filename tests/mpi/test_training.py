@@ -180,8 +180,9 @@ def evaluated(plan: Plan, runtime: Runtime, world: World, batch_size: int) -> tu
         batch = random_batch(batch_size, IMAGE_SIZE, CLASSES, seed)
         step = Step(ready, *local_batch(plan, pieces, world.rank, *batch))
         runtime.evaluate(step)
-        if step.loss_sum is not None and step.correct is not None:
-            loss, correct = loss + float(step.loss_sum), correct + int(step.correct)
+        if step.loss_sum is not None:
+            loss += float(step.loss_sum)
+            correct += int(step.measured["accuracy"])
     if runtime.exchange is not None:
         assert not runtime.exchange._sending, "evaluation keeps what it has sent"
     by_rank = world.gather((loss, correct))

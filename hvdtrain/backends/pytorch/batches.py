@@ -12,9 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
+from hvdtrain.data.index import TargetForm
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models import REGISTRY
 from hvdtrain.models.component import IMAGE_CHANNELS, Component
+from hvdtrain.models.losses import check_loss
 from hvdtrain.models.shapes import (
     Boundary,
     boundaries,
@@ -23,6 +25,7 @@ from hvdtrain.models.shapes import (
     sample_input,
     shape_of,
 )
+from hvdtrain.options.optimisationoptions import CROSS_ENTROPY
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
@@ -58,16 +61,29 @@ def check_batches(
 
 
 def input_boundaries(
-    components: Sequence[Component], config: TrainConfig, image_size: int, classes: int
+    components: Sequence[Component], config: TrainConfig, image_size: int, form: TargetForm
 ) -> list[Boundary]:
     """Return the input of each component, by a forward pass of two images.
 
+    Args:
+        form: of the targets.
+
     Raises:
-        UsageError: if images or classes do not fit the model.
+        UsageError: if images or targets do not fit the model and its loss.
     """
+    classes = None
+    if config.loss == CROSS_ENTROPY:
+        classes = form.outputs
+        if (form.shape, form.dtype) != ((), "int64"):
+            raise UsageError(
+                f"--loss {CROSS_ENTROPY} needs class labels, and the data set has targets {form}: "
+                "use --loss mse, l1, pixel-cross-entropy or one of your own"
+            )
     dtype = DTYPES[config.precision]
     device = _device(config, image_size)
     emitted = boundaries(components, image_size, classes=classes, dtype=dtype, device=device)
+    if classes is None:
+        check_loss(config, emitted[-1], form)
     return [Boundary((2, IMAGE_CHANNELS, image_size, image_size), dtype), *emitted[:-1]]
 
 

@@ -22,6 +22,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.health.failure import patience, stalled
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component, build_component
+from hvdtrain.models.losses import loss_of
 from hvdtrain.models.ready import ready_modules
 from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.options.syncrequest import Server
@@ -71,7 +72,7 @@ def build_runtime(
         images=images,
         autocast=AUTOCAST.get(config.precision),
         rule=_rule(config, plan, device),
-        label_smoothing=config.label_smoothing,
+        loss=loss_of(config),
         draws=_draws(config, parts),
     )
     boundaries = Boundaries(world.rank, forms[1:], exchange, device)

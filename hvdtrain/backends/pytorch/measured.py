@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from hvdtrain.backends.pytorch.parts import build_model, stage_optimizer
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import TargetForm
 from hvdtrain.emulate.start import tools_of
 from hvdtrain.emulate.world import exchange_of
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import component_costs
+from hvdtrain.models.losses import loss_of
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images, StageModel
 from hvdtrain.planner.probe import Start, Tools
@@ -50,14 +53,17 @@ def subject_of(
     config: TrainConfig,
     components: Sequence[Component],
     image_size: int,
-    classes: int,
+    form: TargetForm,
     images: Images,
 ) -> Subject:
-    """Return the subject that a run measures."""
+    """Return the subject that a run measures.
+
+    Args:
+        form: of the targets.
+    """
     dtype = DTYPES[config.precision]
     autocast = images.device.type if config.precision in AUTOCAST else None
-    costs = component_costs(
-        components, image_size, classes=classes, dtype=dtype, autocast=autocast
-    )
+    costs = component_costs(components, image_size, dtype=dtype, autocast=autocast)
     parts = TorchParts(config, {part.name: part for part in components}, images.device)
-    return Subject(config, parts, costs, image_size, images)
+    loss = partial(loss_of(config).example_sum, form)
+    return Subject(config, parts, costs, image_size, images, loss)

@@ -43,8 +43,8 @@ class TorchMigration(Migration):
 
     @override
     def check(self, plan: Plan) -> None:
-        config, size, classes = self.state.config, self.index.image_shape[0], self.index.classes
-        boundaries = input_boundaries(self.components, config, size, classes)
+        config, size, form = self.state.config, self.index.image_shape[0], self.index.target_form
+        boundaries = input_boundaries(self.components, config, size, form)
         check_batches(config, plan, self.components, boundaries, self.epoch_length)
 
     @override

@@ -206,6 +206,11 @@ class TorchSession(Session):
 
     @property
     @override
+    def measures(self) -> tuple[str, ...]:
+        return tuple(self.runtime.settings.loss.measures)
+
+    @property
+    @override
     def evaluation_images(self) -> int:
         # With a memory limit, the planner counted the memory of one training batch.
         is_limited = self.config.memory_limit is not None
@@ -297,8 +302,9 @@ class TorchSession(Session):
         return emulation.report(self.plan, step_seconds, float(np.mean(overheads)))
 
     @override
-    def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
-        totals = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
+    def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> list[float]:
+        shape = 1 + len(self.measures)
+        totals = torch.zeros(shape, dtype=torch.float64, device=self.runtime.device)
         seen = views(self.config.test_augment)
         for feed, batch_size in batches:
             todo = self._next_program(batch_size, is_training=False)
@@ -307,10 +313,10 @@ class TorchSession(Session):
                 images = view.of(feed.pixels)
                 step = Step(todo, images, feed.labels, weight=view.weight, logits=logits)
                 self.runtime.evaluate(step)
-            if step.loss_sum is not None and step.correct is not None:
-                totals += torch.stack([step.loss_sum.double(), step.correct.double()])
-        loss_sum, correct = totals.tolist()
-        return loss_sum, correct
+            if step.loss_sum is not None:
+                totals += torch.stack([step.loss_sum.double(), *step.measured.values()])
+        sums: list[float] = totals.tolist()
+        return sums
 
     @override
     def diagnose(self, step: StepInput) -> str:

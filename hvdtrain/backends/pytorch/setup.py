@@ -130,7 +130,7 @@ def _emulated(
     from hvdtrain.emulate.start import emulate  # loads the planner
 
     def plan_of(parts: Sequence[Component]) -> Plan:
-        return make_plan(config, parts, index.image_shape[0], index.classes, world.size)
+        return make_plan(config, parts, index.image_shape[0], world.size)
 
     return emulate(config, components, index, world, plan_of)
 
@@ -228,8 +228,7 @@ def _choose(
 
     if config.plan_request == ADAPTIVE:
         allow_new_groups()
-    size, classes = index.image_shape[0], index.classes
-    subject = subject_of(config, components, size, classes, images)
+    subject = subject_of(config, components, index.image_shape[0], index.target_form, images)
     chosen = choose.choose_plan(subject, world)
     if world.rank == 0:
         boundaries = check_components(components, config, index)
@@ -284,7 +283,7 @@ def _agreed_plan(
         if config.plan_request in (AUTO, ADAPTIVE):
             check_choice(config, components)
         else:
-            plan = make_plan(config, components, index.image_shape[0], index.classes, world.size)
+            plan = make_plan(config, components, index.image_shape[0], world.size)
             check_batches(config, plan, components, boundaries, epoch_length)
         if config.trace is not None:
             check_target(config.trace, "--trace")
@@ -299,11 +298,7 @@ def _predicted_seconds(chosen: "Choice | None", dilation: float) -> float | None
 
 
 def make_plan(
-    config: TrainConfig,
-    components: Sequence[Component],
-    image_size: int,
-    classes: int,
-    ranks: int,
+    config: TrainConfig, components: Sequence[Component], image_size: int, ranks: int
 ) -> Plan:
     """Return the plan of a run, checked against model and ranks.
 
@@ -316,7 +311,7 @@ def make_plan(
     names, workers = [part.name for part in components], config.workers_of(ranks)
 
     def costs() -> list[float]:
-        component_flops = component_costs(components, image_size, classes=classes)
+        component_flops = component_costs(components, image_size)
         return [cost.forward_flops for cost in component_flops]
 
     plan = planfile.parse(config.plan, names, workers, config.microbatches, config.schedule, costs)
@@ -357,6 +352,6 @@ def check_components(
     """Return the input of each component, inferred without computing anything.
 
     Raises:
-        UsageError: if images or classes of the data set do not fit the model.
+        UsageError: if images or targets of the data set do not fit the model and its loss.
     """
-    return input_boundaries(components, config, index.image_shape[0], index.classes)
+    return input_boundaries(components, config, index.image_shape[0], index.target_form)

@@ -192,14 +192,14 @@ class KerasSession(Session):
         return feed.images, feed.labels, self.steps.dtype.as_numpy_dtype(batch_size)
 
     @override
-    def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
+    def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> list[float]:
         loss_sum, correct = 0.0, 0.0
         self.faults.set(is_training=False)
         for feed, _ in batches:
             if len(feed.images):
                 losses, right = self.steps.evaluate(feed.images, feed.labels)
                 loss_sum, correct = loss_sum + float(losses), correct + float(right)
-        return loss_sum, correct
+        return [loss_sum, correct]
 
     @override
     def diagnose(self, step: StepInput) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from hvdtrain import cli
 from hvdtrain.backends.pytorch import build, parts
+from hvdtrain.models.losses import cross_entropy
 from hvdtrain.parallel import runtime as runtimes
 from hvdtrain.parallel import step as updates
 from hvdtrain.parallel.runtime import Runtime, Settings
@@ -71,7 +72,7 @@ def no_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_label_smoothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Plain(Runtime):
         def __init__(self, settings: Settings, *others: Any) -> None:
-            super().__init__(replace(settings, label_smoothing=0.0), *others)
+            super().__init__(replace(settings, loss=cross_entropy()), *others)
 
     monkeypatch.setattr(build, "Runtime", Plain)
 

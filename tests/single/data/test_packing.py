@@ -348,7 +348,7 @@ def test_a_flipped_byte_of_an_archive_of_arrays_is_named(tmp_path: Path, save_ar
             whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
         )
         try:
-            splits, classes = read_arrays(path)
+            splits, classes, _ = read_arrays(path)
             array, labels = splits["all"]
             np.testing.assert_array_equal(np.concatenate(list(array.images(3))), images)
             assert (labels.tolist(), classes) == ([0, 1] * 4, ("cat", "dog"))

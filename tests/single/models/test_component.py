@@ -216,10 +216,11 @@ def test_the_line_of_the_users_file_is_named() -> None:
         boundaries([Component("part", the_line_that_fails)], 4)
 
 
-def test_without_a_class_count_any_two_dimensions_will_do() -> None:
+def test_without_a_class_count_any_shape_will_do() -> None:
     assert boundaries([Component("flat", nn.Flatten)], 2)[0].shape == (2, 12)
-    with pytest.raises(UsageError, match=r"not \(2, classes\)"):
-        boundaries([Component("same", nn.Identity)], 2)
+    assert boundaries([Component("same", nn.Identity)], 2)[0].shape == (2, 3, 2, 2)
+    with pytest.raises(UsageError, match=r"not \(2, 3\)"):
+        boundaries([Component("same", nn.Identity)], 2, classes=3)
 
 
 def test_a_model_for_another_image_size_is_refused_where_it_fails() -> None:

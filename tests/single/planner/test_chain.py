@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hvdtrain.planner import chain as chains
 from hvdtrain.planner.chain import Chain, Link
@@ -33,6 +34,9 @@ def chain_of_two() -> Chain:
         device=CPU,
         is_first=True,
         is_last=True,
+        loss=lambda outputs: functional.cross_entropy(
+            outputs, torch.zeros(len(outputs), dtype=torch.int64), reduction="sum"
+        ),
         dtype=None,
     )
 

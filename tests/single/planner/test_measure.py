@@ -51,6 +51,7 @@ def setting(in_halves: bool, is_emulated: bool = False, disturb: Disturb | None 
         image_size=32,
         sizes=SIZES,
         dtype=None,
+        loss=torch.sum,
         in_halves=in_halves,
         message=None,
         counted=lambda names, rows: 0,

@@ -19,6 +19,7 @@ from hvdtrain import models
 from hvdtrain.backends.pytorch.measured import subject_of
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import synth
+from hvdtrain.data.index import TargetForm
 from hvdtrain.device import held_bytes
 from hvdtrain.host.activity import last_activity
 from hvdtrain.models.costs import component_costs
@@ -48,6 +49,7 @@ ADAPTIVE: tuple[Any, ...] = (
     *("train", "--model", "cnn", "--batch-size", 20, "--threads", 1),
     *("--plan", "adaptive"),
 )
+LABELS = TargetForm((), "int64", 10)
 # A change of plans at a known step, on a machine of any speed.
 REPLAN = "replan step=200"
 RUN = ("train", "--model", "cnn", "--batch-size", 32, "--max-steps", 4, "--threads", 1)
@@ -379,7 +381,7 @@ def test_every_component_is_measured_in_every_way(model: str) -> None:
     components = models.components(model, 10, 32)
     images = Images([0.5] * 3, [0.25] * 3, torch.device("cpu"), "fp32")
     world = World("none", 0, 1, 0, 1, 1)
-    subject = subject_of(config, components, 32, 10, images)
+    subject = subject_of(config, components, 32, LABELS, images)
     measured, costs = choose.local_times(subject, world), subject.costs
     assert list(measured.components) == [cost.name for cost in costs]
     assert measured.resident_bytes > 2**20
@@ -396,7 +398,7 @@ def limited(limit_gib: float | None) -> Subject:
     config = TrainConfig(model="cnn", data="", plan="auto", batch_size=512, threads=1)
     config = replace(config, memory_limit=limit_gib).check()
     images = Images([0.5] * 3, [0.25] * 3, torch.device("cpu"), "fp32")
-    return subject_of(config, models.components("cnn", 10, 32), 32, 10, images)
+    return subject_of(config, models.components("cnn", 10, 32), 32, LABELS, images)
 
 
 def sizes_of(times: RankTimes) -> list[float]:
