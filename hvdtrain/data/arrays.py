@@ -17,7 +17,7 @@ from PIL import Image
 from hvdtrain.data.images import check_size, pixels, resize, rgb, shown
 from hvdtrain.data.index import SPLITS, TARGET_TYPES, Index, Resize, TargetForm
 from hvdtrain.data.listing import ALONE, MOST_CLASSES, TEST_FOLDERS, labels_of
-from hvdtrain.data.writer import Block, Layout, write_sources
+from hvdtrain.data.writer import Layout, in_order, write_sources
 from hvdtrain.errors import DataError, UsageError
 
 # The names of the arrays of a split; `{}` is the split, and missing in a source without splits.
@@ -65,54 +65,19 @@ def write(
     for name in () if class_names is None else class_names:
         if not isinstance(name, str) or not name.strip() or not name.isprintable():
             raise UsageError(f"class name {name!r}: give each class a name, as one line of text")
-    sources = {name: _Stream(name, iter(splits[name]), size, resize) for name in SPLITS}
-    shape = sources["train"].peek()
-    for source in sources.values():
-        source.shape = shape
-    layout = Layout(shape, shard_mb=shard_mb)
-    return write_sources(destination, sources, layout, class_names)
+    streams = {name: _samples(name, iter(splits[name]), size, resize) for name in SPLITS}
+    first = next(streams["train"], None)
+    shape = (1, 1, 3) if first is None else first[0].shape
+    streams["train"] = chain([] if first is None else [first], streams["train"])
+    sources = {name: in_order(_parts(name, streams[name], shape)) for name in SPLITS}
+    return write_sources(destination, sources, Layout(shape, shard_mb=shard_mb), class_names)
 
 
-@dataclass
-class _Stream:
-    """A split from an iterator, which can be read once."""
-
-    name: str
-    samples: Iterator[tuple[Any, int]]
-    size: int | None
-    how: Resize
-    shape: tuple[int, int, int] | None = None
-    broken: list[tuple[int, str]] = field(default_factory=list)
-
-    def peek(self) -> tuple[int, int, int]:
-        """Return the shape of the first image, which all must have; of none if there is none."""
-        for sample in self.samples:
-            self.samples = chain([sample], self.samples)
-            return self._image(0, sample)[0].shape
-        return (1, 1, 3)
-
-    def blocks(self, start: int, rows: int) -> Iterator[Block]:
-        """Yield the samples in blocks of `rows`; `start` is 0."""
-        images: list[NDArray[np.uint8]] = []
-        labels: list[int] = []
-        for place, sample in enumerate(self.samples):
-            image, label = self._image(place, sample)
-            self.shape = self.shape or image.shape
-            if image.shape != self.shape:
-                (height, width), first = image.shape[:2], "x".join(map(str, self.shape[:2]))
-                raise DataError(
-                    f"sample {place} of `{self.name}`: image of {height}x{width} pixels, others "
-                    f"have {first}: give a size for all (size=N)"
-                )
-            images.append(image)
-            labels.append(label)
-            if len(images) == rows:
-                yield _block(images, labels, place + 1)
-                images, labels = [], []
-        if images:
-            yield _block(images, labels, place + 1)
-
-    def _image(self, place: int, sample: tuple[Any, int]) -> tuple[NDArray[np.uint8], int]:
+def _samples(
+    name: str, samples: Iterator[tuple[Any, int]], size: int | None, how: Resize
+) -> Iterator[tuple[NDArray[np.uint8], int]]:
+    """Yield checked images, resized, and labels of a split; `name` is that of the split."""
+    for place, sample in enumerate(samples):
         try:
             image, label = sample
             is_pillow = isinstance(image, Image.Image)
@@ -120,20 +85,37 @@ class _Stream:
             number = operator.index(label)
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
-            raise DataError(f"sample {place} of `{self.name}` cannot be used: {reason}") from error
+            raise DataError(f"sample {place} of `{name}` cannot be used: {reason}") from error
         if not -MOST_CLASSES < number < MOST_CLASSES:
             raise DataError(
-                f"sample {place} of `{self.name}` has label {number}: give whole numbers "
+                f"sample {place} of `{name}` has label {number}: give whole numbers "
                 f"from 0 to {MOST_CLASSES - 1}"
             )
-        if self.size is not None:
-            made = resize(made, self.size, self.how, f"sample {place} of `{self.name}`")
-        return made, number
+        if size is not None:
+            made = resize(made, size, how, f"sample {place} of `{name}`")
+        yield made, number
 
 
-def _block(images: list[NDArray[np.uint8]], labels: list[int], stop: int) -> Block:
-    places = np.arange(stop - len(labels), stop, dtype=np.int64)
-    return Block(np.stack(images), np.array(labels, np.int64), places)
+def _parts(
+    name: str, samples: Iterator[tuple[NDArray[np.uint8], int]], shape: tuple[int, int, int]
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+    """Yield the samples in arrays of a few; raise DataError for an image of another shape."""
+    images: list[NDArray[np.uint8]] = []
+    labels: list[int] = []
+    for place, (image, label) in enumerate(samples):
+        if image.shape != shape:
+            (height, width), first = image.shape[:2], "x".join(map(str, shape[:2]))
+            raise DataError(
+                f"sample {place} of `{name}`: image of {height}x{width} pixels, others "
+                f"have {first}: give a size for all (size=N)"
+            )
+        images.append(image)
+        labels.append(label)
+        if len(images) * image.size >= _BLOCK_BYTES:
+            yield np.stack(images), np.array(labels)
+            images, labels = [], []
+    if images:
+        yield np.stack(images), np.array(labels)
 
 
 @dataclass(frozen=True)
@@ -198,13 +180,13 @@ class Array:
         if fault:
             raise DataError(f"{self.place}: {fault}")
 
-    def images(self, rows: int) -> Iterator[NDArray[np.uint8]]:
-        """Yield all images as RGB, uint8 [n, height, width, 3], in blocks of up to `rows`.
+    def images(self) -> Iterator[NDArray[np.uint8]]:
+        """Yield all images as RGB, uint8 [n, height, width, 3], a few at a time.
 
         Raises:
             DataError: if the file is damaged.
         """
-        for block in self.blocks(max(1, min(rows, _BLOCK_BYTES // math.prod(self.shape[1:])))):
+        for block in self.blocks(max(1, _BLOCK_BYTES // math.prod(self.shape[1:]))):
             yield np.stack([pixels(image) for image in block])
 
     @property
@@ -274,31 +256,19 @@ def _reading(place: str) -> Iterator[None]:
         raise DataError(f"{place}: cannot be read ({reason})") from error
 
 
-@dataclass
-class ArraySource:
-    """A split whose images are rows of an array, in ascending order."""
-
-    array: Array
-    labels: NDArray[Any]
-    rows: NDArray[np.int64]
-    size: int | None
-    how: Resize
-    broken: list[tuple[int, str]] = field(default_factory=list)
-
-    def blocks(self, start: int, rows: int) -> Iterator[Block]:
-        """Yield the samples from place `start` on, in blocks of up to `rows`."""
-        first = 0
-        for images in self.array.images(rows):
-            low, high = np.searchsorted(self.rows, (first, first + len(images)))
-            low = max(int(low), start)
-            if low < high:
-                chosen = images[self.rows[low:high] - first]
-                if self.size is not None:
-                    name = self.array.place
-                    chosen = np.stack([resize(i, self.size, self.how, name) for i in chosen])
-                places = np.arange(low, high, dtype=np.int64)
-                yield Block(chosen, self.labels[self.rows[low:high]], places)
-            first += len(images)
+def chosen_rows(
+    array: Array, labels: NDArray[Any], rows: NDArray[np.int64], size: int | None, how: Resize
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[Any]]]:
+    """Yield these rows of an array, which ascend, as images and labels, a few at a time."""
+    first = 0
+    for images in array.images():
+        inside = rows[slice(*np.searchsorted(rows, (first, first + len(images))))]
+        if len(inside):
+            chosen = images[inside - first]
+            if size is not None:
+                chosen = np.stack([resize(image, size, how, array.place) for image in chosen])
+            yield chosen, labels[inside]
+        first += len(images)
 
 
 def read_arrays(
@@ -370,8 +340,3 @@ def _form(targets: Iterable[NDArray[Any]], place: str) -> TargetForm:
     if np.dtype(dtype).kind in "iu" and min(int(array.min()) for array in targets) >= 0:
         outputs = max(int(array.max()) for array in targets) + 1  # whole numbers are classes
     return TargetForm(shape, dtype, outputs)
-
-
-def holds_arrays(folder: Path) -> bool:
-    """Return whether a folder holds .npy files of images and labels."""
-    return any(folder.glob("*.npy"))

@@ -11,12 +11,13 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data import cifar
-from hvdtrain.data.arrays import ArraySource, holds_arrays, read_arrays
+from hvdtrain.data.arrays import chosen_rows, read_arrays
 from hvdtrain.data.images import check_size, decode, open_image, resized, shown
 from hvdtrain.data.index import Encoding, Index, Resize
 from hvdtrain.data.listing import (
@@ -46,7 +47,9 @@ from hvdtrain.data.writer import (
     Layout,
     Progress,
     Resumable,
+    Source,
     count_values,
+    in_order,
     write_sources,
 )
 from hvdtrain.errors import DataError, UsageError
@@ -138,7 +141,7 @@ def pack(
         if options != PackOptions(seed=seed):
             raise UsageError("an official CIFAR archive takes no other option than --shard-mb")
         return cifar.pack(source, destination, shard_mb)
-    if source.suffix.lower() in (".npz", ".npy") or (source.is_dir() and holds_arrays(source)):
+    if source.suffix.lower() in (".npz", ".npy") or any(source.glob("*.npy")):
         return _pack_arrays(source, Path(destination), options, shard_mb)
     if source.is_file() and source.suffix.lower() != ".csv":
         raise DataError(
@@ -188,7 +191,7 @@ def _pack_arrays(source: Path, destination: Path, options: PackOptions, shard_mb
     height, width = (options.size, options.size) if options.size else sides.pop()
     _check_square(height, width, str(shown(source)))
     sources = {
-        name: ArraySource(array, labels, rows[name], options.size, options.resize)
+        name: in_order(chosen_rows(array, labels, rows[name], options.size, options.resize))
         for name, (array, labels) in arrays.items()
     }
     with progress_bar("packing", sum(map(len, rows.values()))) as progress:
@@ -222,15 +225,20 @@ def _pack_files(
     if size is None:
         size = _common_size(listing, options.skip_broken)
     layout = Layout((size, size, 3), how, file_bytes, shard_mb)
-    task = Task(str(listing.folder), size, options.size is not None or how is not None, options)
+    rows = max(1, min(_BLOCK_FILES, _BLOCK_BYTES // layout.image_bytes))
+    may_resize = options.size is not None or how is not None
+    task = Task(str(listing.folder), size, may_resize, options)
     files = sum(len(images.paths) for images in listing.splits.values())
     workers = min(workers or len(os.sched_getaffinity(0)), files)
     with _worker_pool(workers) as pool, progress_bar("packing", files) as progress:
-        needed = {"train": listing.class_names}
-        sources = {
-            name: Files(images, task, pool, workers, layout, needed.get(name, ()))
-            for name, images in listing.splits.items()
-        }
+
+        def file_source(name: str) -> Source:
+            broken: list[Fault] = []
+            needed = listing.class_names if name == "train" else ()
+            made = partial(_blocks, listing.splits[name], task, pool, _AHEAD * workers, rows)
+            return Source(partial(made, needed, broken), broken)
+
+        sources = {name: file_source(name) for name in listing.splits}
         index = write_sources(
             destination,
             sources,
@@ -365,77 +373,58 @@ def _array(images: list[Any]) -> NDArray[Any]:
     return array
 
 
-@dataclass
-class Files:
-    """A split whose images are files.
+def _blocks(
+    images: Images,
+    task: Task,
+    pool: ProcessPoolExecutor,
+    ahead: int,
+    rows: int,
+    needed: Sequence[str],
+    broken: list[Fault],
+    start: int,
+) -> Iterator[Block]:
+    """Yield the good files of a split from place `start` on, in order, in blocks of up to `rows`.
 
-    Attributes:
-        pool: processes that decode; None: this process does.
+    Args:
+        ahead: the most blocks that are ready or being made.
         needed: names of the classes, if each needs a good file.
+        broken: receives the files that were left out.
+
+    Raises:
+        DataError: for a broken file that is not left out; after the last block, for a class
+            whose files were all left out.
     """
-
-    images: Images
-    task: Task
-    pool: ProcessPoolExecutor | None
-    workers: int
-    layout: Layout
-    needed: Sequence[str] = ()
-    broken: list[Fault] = field(default_factory=list)
-
-    def blocks(self, start: int, rows: int) -> Iterator[Block]:
-        """Yield the good files from place `start` on, in blocks of any size.
-
-        Raises:
-            DataError: for a broken file that is not left out; after the last block, for a class
-                whose files were all left out.
-        """
-        step = max(1, min(_BLOCK_FILES, _BLOCK_BYTES // self.layout.image_bytes))
-        paths, labels = self.images.paths, self.images.labels
-        calls = (
-            partial(self.task.run, paths[low : low + step], labels[low : low + step], low)
-            for low in range(start, len(paths), step)
-        )
-        for block, broken in self._in_order(calls):
-            self.broken += broken
+    paths, labels = images.paths, images.labels
+    places = iter(range(start, len(paths), rows))
+    waiting: deque[Future[Result]] = deque()
+    try:
+        while True:
+            for low in islice(places, ahead - len(waiting)):
+                part = slice(low, low + rows)
+                waiting.append(pool.submit(task.run, paths[part], labels[part], low))
+            if not waiting:
+                break
+            block, faults = waiting.popleft().result()
+            broken += faults
             if len(block):
                 yield block
-        good = np.delete(labels, [place for place, _ in self.broken])
-        if lacking := sorted(set(range(len(self.needed))) - set(good.tolist())):
-            path = Path(self.task.folder, paths[labels.tolist().index(lacking[0])])
-            raise DataError(
-                f"every training image of {some(self.needed[number] for number in lacking)} is "
-                f"broken, such as {shown(path)}: restore the images, or remove the class"
-            )
-
-    def _in_order(self, calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-        """Yield the results of the calls in order; few of them are made in advance."""
-        if self.pool is None:
-            yield from (call() for call in calls)
-            return
-        waiting: deque[Future[Result]] = deque()
-        try:
-            for call in calls:
-                waiting.append(self.pool.submit(call))
-                if len(waiting) >= _AHEAD * self.workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool:
-            raise Resumable(
-                "a packing process was killed, perhaps for its memory: run the command again with "
-                "fewer --workers to resume"
-            ) from None
-        finally:
-            for future in waiting:
-                future.cancel()
+    except BrokenProcessPool:
+        raise Resumable(
+            "a packing process was killed, perhaps for its memory: run the command again with "
+            "fewer --workers to resume"
+        ) from None
+    good = np.delete(labels, [place for place, _ in broken])
+    if lacking := sorted(set(range(len(needed))) - set(good.tolist())):
+        path = Path(task.folder, paths[labels.tolist().index(lacking[0])])
+        raise DataError(
+            f"every training image of {some(needed[number] for number in lacking)} is "
+            f"broken, such as {shown(path)}: restore the images, or remove the class"
+        )
 
 
 @contextmanager
-def _worker_pool(workers: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Yield processes that end with this one; None for a single one: this process itself."""
-    if workers < 2:
-        yield None
-        return
+def _worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Yield processes that end with this one."""
     executor = ProcessPoolExecutor(workers, get_context("fork"), _start)
     try:
         executor.submit(os.getpid).result()  # all are forked now, before there are more threads

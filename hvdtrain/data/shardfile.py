@@ -203,16 +203,10 @@ def read_chunk(file: h5py.File, index: Index, shard: Shard, rows: int, chunk: in
         ) from error
 
 
-def read_shard(index: Index, split: Split, shard: Shard) -> Batch:
-    """Return all samples of a shard; raise DataError, naming the first damaged chunk."""
+def read_shard(index: Index, shard: Shard) -> Batch:
+    """Return all samples of a shard; raise DataError if it cannot be read."""
     with open_shard(index, shard) as file:
-        try:
-            return read_rows(file, index, shard, 0, shard.count)
-        except _READ_ERRORS as error:
-            for chunk in range(-(-shard.count // split.chunk_rows)):
-                read_chunk(file, index, shard, split.chunk_rows, chunk)
-            path = index.folder / shard.file
-            raise DataError(f"{path}: shard cannot be read ({_one_line(error)})") from error
+        return read_chunk(file, index, shard, shard.count, 0)
 
 
 def chunk_faults(index: Index, split: Split, shard: Shard) -> list[str]:

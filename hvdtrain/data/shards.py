@@ -1,4 +1,4 @@
-"""Reading a packed data set by row number in bounded memory, checking it, and describing it.
+"""Reading a packed data set by row number in bounded memory, checking, describing and copying it.
 
 Example:
     index = read_index("data/cifar10")
@@ -6,14 +6,17 @@ Example:
         batch = samples.gather(rows)
 """
 
+import hashlib
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import h5py
 import numpy as np
@@ -21,7 +24,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hvdtrain.data.images import centre, open_image, resized
-from hvdtrain.data.index import RESTORE, Index, Shard, Split, parse_index, read_index, size_fault
+from hvdtrain.data.index import (
+    INDEX_FILE,
+    RESTORE,
+    Index,
+    Shard,
+    Split,
+    parse_index,
+    read_index,
+    size_fault,
+)
 from hvdtrain.data.shardfile import (
     Batch,
     chunk_faults,
@@ -32,16 +44,20 @@ from hvdtrain.data.shardfile import (
     shard_sha256,
 )
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host.files import PRIVATE, make_own_folder, write_whole
 
 # From a stored RGB image (an image file in its full size), its sample id and the size of the index
 # to what is read: uint8 [size, size, 3].
 Picture = Callable[[Image.Image, int, int], NDArray[np.uint8]]
 Verifier = tuple[int, int]  # number of a reader, and how many there are
 
+_DIFFERS = "shard differs from the index (another SHA-256)"
 _DEFAULT_MEMORY = 2**30
 _OPEN_FILES = 64
 _MOST_THREADS = 16
 _THREAD_ROWS = 4  # images that a thread decodes at a time
+_COPY_BYTES = 4 * 2**20  # copied at a time
+_ABANDONED_SECONDS = 3600.0
 _FILE_OVERHEAD = 128  # bytes of an image file in memory besides its content, at most
 
 
@@ -100,12 +116,7 @@ class Samples:
         self.load()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def load(self) -> None:
@@ -287,7 +298,7 @@ def _read_split(index: Index, split: Split) -> Batch:
     start = 0
     for shard in split.shards:
         _check_hash(index, split, shard)
-        _put(whole, slice(start, start + shard.count), read_shard(index, split, shard))
+        _put(whole, slice(start, start + shard.count), read_shard(index, shard))
         start += shard.count
     return whole
 
@@ -297,9 +308,7 @@ def _check_hash(index: Index, split: Split, shard: Shard) -> None:
         return
     for fault in chunk_faults(index, split, shard):
         raise DataError(fault)
-    raise DataError(
-        f"{index.folder / shard.file}: shard differs from the index (another SHA-256); {RESTORE}"
-    )
+    raise DataError(f"{index.folder / shard.file}: {_DIFFERS}; {RESTORE}")
 
 
 def verify(folder: Path | str) -> list[str]:
@@ -313,34 +322,24 @@ def verify(folder: Path | str) -> list[str]:
     ids = []
     for split in index.splits.values():
         for shard in split.shards:
-            shard_faults = _shard_faults(index, split, shard)
-            faults += shard_faults
-            if not shard_faults:
-                try:
-                    ids.append(read_shard(index, split, shard).ids)
-                except DataError as error:
-                    faults.append(str(error))
+            try:
+                if fault := size_fault(index.folder, shard):
+                    raise DataError(fault)
+                if shard_sha256(index, shard) == shard.sha256:
+                    ids.append(read_shard(index, shard).ids)
+                    continue
+            except DataError as error:
+                faults.append(str(error))
+                continue
+            damaged = chunk_faults(index, split, shard)
+            chunks = (
+                "its damaged chunks follow" if damaged else "but the checksums of its chunks match"
+            )
+            faults.append(f"{index.folder / shard.file}: {_DIFFERS}; {chunks}")
+            faults += damaged
     if not faults and len(np.unique(np.concatenate(ids))) != sum(map(len, ids)):
         faults.append(f"{folder}: two samples have the same id; pack the data set again")
     return faults
-
-
-def _shard_faults(index: Index, split: Split, shard: Shard) -> list[str]:
-    fault = size_fault(index.folder, shard)
-    if fault:
-        return [fault]
-    try:
-        digest = shard_sha256(index, shard)
-    except DataError as error:
-        return [str(error)]
-    if digest == shard.sha256:
-        return []
-    damaged = chunk_faults(index, split, shard)
-    chunks = "its damaged chunks follow" if damaged else "but the checksums of its chunks match"
-    return [
-        f"{index.folder / shard.file}: shard differs from the index (another SHA-256); {chunks}",
-        *damaged,
-    ]
 
 
 def info(folder: Path | str) -> dict[str, Any]:
@@ -370,3 +369,70 @@ def info(folder: Path | str) -> dict[str, Any]:
         "notes": list(index.notes),
         "splits": splits,
     }
+
+
+def staged_folder(index: Index, directory: str) -> Path:
+    """Return the folder of a data set's copy under a directory, after expanding its $VARIABLES.
+
+    Raises:
+        UsageError: if a variable is not set on this host.
+    """
+    expanded = os.path.expandvars(directory)
+    if "$" in expanded:
+        raise UsageError(
+            f"--stage {directory}: a variable in it is not set on {os.uname().nodename}"
+        )
+    # Other users can neither read nor replace this user's copy.
+    return Path(expanded) / f"hvdtrain-{os.getuid()}-{index.hash[:16]}"
+
+
+def stage(index: Index, directory: str) -> int:
+    """Copy the files that are missing, the index last, and return the bytes copied.
+
+    Existing shards are compared with the SHA-256 in the index, and copied again if they differ.
+    Processes that copy the same data set at the same time do not disturb each other.
+
+    Raises:
+        DataError: if a shard of the source is damaged, or the copy cannot be written.
+        UsageError: as in `staged_folder`, or if another user could change the copy.
+    """
+    folder = staged_folder(index, directory)
+    copy = replace(index, folder=folder)
+    copied = 0
+    try:
+        make_own_folder(folder, "--stage")
+        for path in folder.glob(".*"):  # of processes that were killed while they copied
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()
+        for split in index.splits.values():
+            for shard in split.shards:
+                if size_fault(folder, shard) or shard_sha256(copy, shard) != shard.sha256:
+                    _copy(index.folder, folder, shard)
+                    copied += shard.bytes
+        try:
+            is_whole = parse_index(folder).hash == index.hash
+        except DataError:
+            is_whole = False
+        if not is_whole:
+            content = (index.folder / INDEX_FILE).read_bytes()
+            write_whole(folder / INDEX_FILE, lambda file: file.write(content), PRIVATE)
+    except OSError as error:
+        raise DataError(
+            f"{index.folder} cannot be copied to {folder} on {os.uname().nodename} "
+            f"({error.strerror}): leave --stage out, or choose another folder"
+        ) from None
+    return copied
+
+
+def _copy(source: Path, target: Path, shard: Shard) -> None:
+    def copy(to: IO[bytes]) -> None:
+        digest = hashlib.sha256()
+        with (source / shard.file).open("rb") as file:
+            while block := file.read(_COPY_BYTES):
+                digest.update(block)
+                to.write(block)
+        if digest.hexdigest() != shard.sha256:
+            raise DataError(f"{source / shard.file}: {_DIFFERS}; {RESTORE}")
+
+    write_whole(target / shard.file, copy, PRIVATE)

@@ -6,6 +6,7 @@ linear model learns some of it, and a small convolutional network improves epoch
 are computed with integers from a counter-based hash, so a seed gives the same bytes everywhere.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.augment import sample_hash, splitmix64
 from hvdtrain.data.index import Index
-from hvdtrain.data.writer import Layout, Source, write_sources
+from hvdtrain.data.writer import Layout, in_order, write_sources
 from hvdtrain.errors import UsageError
 
 _GRID = 6  # random points across a pattern
@@ -42,8 +43,8 @@ def synth(
     patterns = class_patterns(classes, size, seed)
     test = max(1, images // 5)
     sources = {
-        "train": Source(images, lambda start, stop: _samples(patterns, seed, start, stop)),
-        "test": Source(test, lambda start, stop: _samples(patterns, seed, start, stop, images)),
+        "train": in_order(_samples(patterns, seed, 0, images)),
+        "test": in_order(_samples(patterns, seed, images, images + test)),
     }
     layout = Layout((size, size, _CHANNELS), shard_mb=shard_mb)
     return write_sources(
@@ -75,17 +76,14 @@ def class_patterns(classes: int, size: int, seed: int) -> NDArray[np.int32]:
 
 
 def _samples(
-    patterns: NDArray[np.int32], seed: int, start: int, stop: int, first: int = 0
-) -> tuple[NDArray[np.uint8], NDArray[np.integer]]:
-    """Return samples first + start .. first + stop - 1 of this seed's endless sequence."""
-    numbers = np.arange(first + start, first + stop, dtype=np.int64)
-    labels = (numbers - first) % len(patterns)
-    images = np.empty((len(numbers), *patterns.shape[1:]), np.uint8)
-    block = max(1, _BLOCK_BYTES // (4 * images[:1].size))
-    for low in range(0, len(numbers), block):
-        part = slice(low, low + block)
-        images[part] = _images(patterns, seed, numbers[part], labels[part])
-    return images, labels
+    patterns: NDArray[np.int32], seed: int, start: int, stop: int
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+    """Yield samples start .. stop - 1 of this seed's endless sequence, a few at a time."""
+    rows = max(1, _BLOCK_BYTES // (4 * patterns[0].size))
+    for low in range(start, stop, rows):
+        numbers = np.arange(low, min(low + rows, stop), dtype=np.int64)
+        labels = (numbers - start) % len(patterns)
+        yield _images(patterns, seed, numbers, labels), labels
 
 
 def _images(

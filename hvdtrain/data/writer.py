@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -76,24 +76,27 @@ class Block:
 
 @dataclass(frozen=True)
 class Source:
-    """A split to write, of `count` samples; `read(start, stop)` returns a range of them.
-
-    Images are uint8 [n, height, width, channels], labels are whole numbers [n].
+    """A split to write.
 
     Attributes:
-        broken: the samples that were left out so far.
+        blocks: yields the samples from a place on, in blocks of any size.
+        broken: the samples that `blocks` left out so far.
     """
 
-    count: int
-    read: Callable[[int, int], tuple[NDArray[np.uint8], NDArray[np.integer]]]
+    blocks: Callable[[int], Iterable[Block]]
     broken: list[Fault] = field(default_factory=list)
 
-    def blocks(self, start: int, rows: int) -> Iterator[Block]:
-        """Yield the samples from `start` on, in blocks of `rows`."""
-        for first in range(start, self.count, rows):
-            last = min(first + rows, self.count)
-            images, labels = self.read(first, last)
-            yield Block(images, labels, np.arange(first, last, dtype=np.int64))
+
+def in_order(parts: Iterable[tuple[NDArray[np.uint8], NDArray[np.integer]]]) -> Source:
+    """Return a source that is read once, of parts: images [n, height, width, channels], labels."""
+
+    def blocks(start: int) -> Iterator[Block]:
+        for images, labels in parts:
+            stop = start + len(labels)
+            yield Block(images, labels, np.arange(start, stop, dtype=np.int64))
+            start = stop
+
+    return Source(blocks)
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class _Finished:
 
 def write_sources(
     destination: Path | str,
-    sources: Mapping[str, Any],
+    sources: Mapping[str, Source],
     layout: Layout,
     class_names: Sequence[str] | None,
     notes: Sequence[str] = (),
@@ -165,7 +168,6 @@ def write_sources(
     continue through the splits. Memory is bounded by a few shards.
 
     Args:
-        sources: by split, a `Source` or an object with its `blocks` and `broken`.
         class_names: None for `class 0`, `class 1` and so on up to the largest label.
         key: identity of the sources and of all options; what a killed process with the same key
             has written is kept. None if the sources cannot be read again from the middle.
@@ -220,18 +222,17 @@ class _Writer:
     progress: Progress | None
     finished: dict[str, list[_Finished]]
 
-    def write(self, name: str, source: Any) -> Split:
+    def write(self, name: str, source: Source) -> Split:
         """Write the samples of a split that no finished shard holds."""
-        done, rows = self.finished[name], self.layout.chunk_rows
+        done = self.finished[name]
         source.broken[:] = [fault for shard in done for fault in shard.broken]
         start = done[-1].next if done else 0
-        others = [shards[-1].next for shards in self.finished.values() if shards]
-        before = sum(others) - start
+        before = sum(shards[-1].next for shards in self.finished.values() if shards) - start
 
         def blocks() -> Iterator[Block]:
-            for block in source.blocks(start, rows):
+            for block in source.blocks(start):
                 yield block
-                if self.progress is not None and len(block):
+                if self.progress is not None:
                     self.progress(before + int(block.places[-1]) + 1)
 
         for block in _whole_shards(blocks(), self.layout.shard_rows):
@@ -242,7 +243,7 @@ class _Writer:
                 f"the split `{name}` has no images: a data set needs at least one in `train` "
                 "and one in `test`"
             )
-        return Split(name, count, tuple(shard.shard for shard in done), rows)
+        return Split(name, count, tuple(shard.shard for shard in done), self.layout.chunk_rows)
 
     def _write_shard(self, name: str, block: Block, broken: list[Fault]) -> _Finished:
         labels, largest = block.labels, 0

@@ -22,8 +22,14 @@ from hvdtrain.data.augment import (
 from hvdtrain.data.index import Index, parse_index
 from hvdtrain.data.order import Range, Rows, split
 from hvdtrain.data.shardfile import Batch
-from hvdtrain.data.shards import Picture, Samples, Verifier, open_split
-from hvdtrain.data.staging import stage, staged_folder
+from hvdtrain.data.shards import (
+    Picture,
+    Samples,
+    Verifier,
+    open_split,
+    stage,
+    staged_folder,
+)
 from hvdtrain.data.writer import count_values, mean_and_std
 from hvdtrain.errors import DataError, HvdtrainError, UsageError, one_line
 from hvdtrain.host.activity import Activity

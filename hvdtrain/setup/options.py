@@ -7,7 +7,6 @@ from typing import Literal
 
 from hvdtrain.errors import UsageError
 from hvdtrain.options.fields import about
-from hvdtrain.setup import toolchain
 
 ABOUT = (
     "Install mpi4py and Horovod for this environment. They are built for the PyTorch, TensorFlow "
@@ -77,8 +76,6 @@ class SetupOptions:
                 raise UsageError(f"--constraint {path!r} is not a file: give the name of one")
             if not os.access(path, os.R_OK):
                 raise UsageError(f"--constraint {path} is not readable: check its mode and owner")
-        if self.cache is not None:
-            check_cache(self.cache)
         return self
 
     @property
@@ -92,27 +89,3 @@ class SetupOptions:
             return Path.home() / ".cache" / "hvdtrain"
         except RuntimeError:
             raise UsageError("this user has no home folder: give --cache DIR") from None
-
-    def request(self, kind: str) -> toolchain.Request:
-        """Return the wheel of Horovod that the options request, for a kind of MPI.
-
-        Raises:
-            MissingPiece: there is no default CPU for this machine.
-        """
-        cpu = self.cpu or toolchain.default_cpu()
-        return toolchain.Request(kind, cpu, self.cuda, self.tensorflow)
-
-
-def check_cache(path: str) -> None:
-    """Refuse a folder for the cache that cannot be written or created.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    existing = Path(path).absolute()
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not path or not existing.is_dir():
-        raise UsageError(f"--cache {path!r} is not a folder: give the name of one")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UsageError(f"--cache {path}: {existing} is not writable: choose another folder")

@@ -31,7 +31,6 @@ def set_up(options: SetupOptions) -> str:
         with pip_of(options, cache) as pip:
             toolchain.torch_version()
             kind = mpi.choose(options.mpi)
-            request = options.request(kind)
             tensorflow = toolchain.tensorflow_version()
             if tensorflow and not toolchain.supported_tensorflow():
                 oldest = ".".join(map(str, toolchain.TENSORFLOW_OLDEST))
@@ -40,7 +39,7 @@ def set_up(options: SetupOptions) -> str:
                     file=sys.stderr,
                 )
             library = mpi.prepare(kind, cache, pip)  # first: MPI sums gradients without Horovod
-            parts = toolchain.ingredients(request, library, toolchain.find_compiler())
+            parts = ingredients(options, library, toolchain.find_compiler())
             build.install(build.make(parts, library, cache / "wheels", pip), pip)
             return next_steps(parts, library)
 
@@ -54,11 +53,17 @@ def wheel(options: SetupOptions) -> Path:
     with one_line_errors():
         cache = options.cache_folder
         compiler = toolchain.find_compiler()
-        request = options.request(mpi.choose(options.mpi))
-        library = toolchain.find_mpi(request.mpi)
-        parts = toolchain.ingredients(request, library, compiler)
+        library = toolchain.find_mpi(mpi.choose(options.mpi))
+        parts = ingredients(options, library, compiler)
         with pip_of(options, cache) as pip:
             return build.make(parts, library, cache / "wheels", pip)
+
+
+def ingredients(options: SetupOptions, library: toolchain.Mpi, compiler: str) -> dict[str, str]:
+    """Return what the wheel that the options request depends on."""
+    return toolchain.ingredients(
+        library, compiler, options.cpu, cuda=options.cuda, tensorflow=options.tensorflow
+    )
 
 
 @contextlib.contextmanager
@@ -73,8 +78,14 @@ def pip_of(options: SetupOptions, cache: Path) -> Iterator[Pip]:
         raise UsageError(f"{cache}/wheels is not writable: give another folder with --cache")
     log = cache / f"setup.{os.getpid()}.log"
     constraint = Path(options.constraint).absolute() if options.constraint else None
-    with build.log_kept_on_failure(log):
+    try:
         yield Pip(log, constraint)
+    except environment.CommandFailed:  # its message names the log
+        raise
+    except BaseException:
+        log.unlink(missing_ok=True)
+        raise
+    log.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

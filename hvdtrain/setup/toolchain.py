@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -21,12 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.setup import nccl, source
+from hvdtrain.setup import source
 
 # The oldest versions that work, and the first one that is too new; setup.cfg has the same.
 TORCH_RANGE = ((2, 10), (3, 0))
 TENSORFLOW_OLDEST = (2, 21)
 TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
+NCCL_LIBRARY = Path("lib", "libnccl.so.2")  # in the folder of its PyPI package
 BUILD_PACKAGES = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "PyYAML", "cffi")
 
 # Flags that every CPU of a level has (v3: Intel since 2013, AMD since 2015).
@@ -66,16 +68,6 @@ class Mpi:
     def folder_in_wheel(self) -> str:
         """The folder that a wheel for this MPI contains; one for the package is relocatable."""
         return str(self.folder_of_library) if self.kind == "system" else "relative"
-
-
-@dataclass(frozen=True)
-class Request:
-    """The wheel that the command line requests; `tensorflow` applies only if it is installed."""
-
-    mpi: str
-    cpu: str
-    cuda: bool
-    tensorflow: bool
 
 
 def package_version(name: str) -> str | None:
@@ -324,7 +316,7 @@ def find_cuda() -> Path:
     )
     root = Path(nvcc).resolve().parent.parent
     home = os.environ.get("HOROVOD_NCCL_HOME")
-    places = [Path(home)] if home else [root, Path("/usr"), Path("/usr/local"), *nccl.of_pytorch()]
+    places = [Path(home)] if home else [root, Path("/usr"), Path("/usr/local"), *nccl_of_pytorch()]
     if not any(Path(place, "include", "nccl.h").is_file() for place in places):
         raise MissingPiece(
             "--cuda needs NCCL's nccl.h: module load nccl, apt install libnccl-dev, or set "
@@ -333,18 +325,58 @@ def find_cuda() -> Path:
     return root
 
 
+def nccl_of_pytorch() -> list[Path]:
+    """Return the folder of the PyPI package of NCCL that PyTorch uses; none without that package.
+
+    It has include/nccl.h, but lib/libnccl.so.2 alone, without the name that linkers look for.
+    """
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return []
+    places = spec.submodule_search_locations if spec else None
+    return [place for place in map(Path, places or ()) if (place / NCCL_LIBRARY).is_file()]
+
+
+def linked_nccl(work: Path) -> Path | None:
+    """Return a folder with PyTorch's own NCCL under the names that Horovod's build looks for.
+
+    A process has one NCCL then: two of different versions in it would be loaded under one name.
+
+    Args:
+        work: scratch folder, in which the folder is made.
+
+    Returns:
+        None if PyTorch has no NCCL package, as in a build of a site: the build then looks for one.
+    """
+    package = nccl_of_pytorch()
+    if not package:
+        return None
+    home = work / "nccl"
+    (home / "lib").mkdir(parents=True)
+    (home / "include").symlink_to(package[0] / "include")
+    (home / "lib" / "libnccl.so").symlink_to(package[0] / NCCL_LIBRARY)
+    return home
+
+
 def cuda_version(root: Path) -> str:
     """Return the folder of the CUDA toolkit and the version that nvcc reports."""
     return f"{root} {output_of([str(root / 'bin' / 'nvcc'), '--version']).splitlines()[-1]}"
 
 
-def ingredients(request: Request, mpi: Mpi, compiler: str) -> dict[str, str]:
+def ingredients(
+    mpi: Mpi, compiler: str, cpu: str | None, *, cuda: bool, tensorflow: bool
+) -> dict[str, str]:
     """Return all that the wheel depends on, by name; equal results may share a wheel.
+
+    Args:
+        cpu: the target CPU; None for the default one.
+        cuda: build with NCCL, for PyTorch only.
+        tensorflow: build for TensorFlow too, where it is installed.
 
     Raises:
         MissingPiece: PyTorch, CUDA or the target CPU is missing.
     """
-    with_tensorflow = request.tensorflow and not request.cuda
     names = ("CXXFLAGS", "CPPFLAGS", "LDFLAGS")
     return {
         "horovod": source.VERSION,
@@ -352,13 +384,13 @@ def ingredients(request: Request, mpi: Mpi, compiler: str) -> dict[str, str]:
         "python": python_version(),
         "libc": " ".join(platform.libc_ver()),
         "torch": torch_version(),
-        "tensorflow": (with_tensorflow and supported_tensorflow()) or "none",
+        "tensorflow": (tensorflow and not cuda and supported_tensorflow()) or "none",
         "mpi": mpi.name,
         "mpi_folder": mpi.folder_in_wheel,
         "compiler": output_of([compiler, "--version"]).splitlines()[0],
         "flags": " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ),
-        "cpu": cpu_flags(request.cpu, compiler),
-        "cuda": cuda_version(find_cuda()) if request.cuda else "none",
+        "cpu": cpu_flags(cpu or default_cpu(), compiler),
+        "cuda": cuda_version(find_cuda()) if cuda else "none",
     }
 
 

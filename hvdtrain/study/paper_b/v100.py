@@ -302,8 +302,8 @@ def emulate(options: PaperBOptions, say: Callable[[str], object]) -> Emulations:
             raise DataError(f"{run} was not emulated: remove it")
         emulated = summary.emulated
         decisions = [line.decision for line in runrecords.read_lines(run)]
-        own = emulated.overhead_seconds_per_step / emulated.dilation
-        return Emulated(emulated.step_seconds, own, decisions.count("change"))
+        overhead = emulated.overhead_seconds_per_step / emulated.dilation
+        return Emulated(emulated.step_seconds, overhead, decisions.count("change"))
 
     return [(change, {name: result(arm) for name, arm in of.items()}) for change, of in arms]
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdtrain.data.cifar import CIFAR10, fetch
-from hvdtrain.data.download import download
+from hvdtrain.data.cifar import CIFAR10, download, fetch
 from hvdtrain.errors import DataError
 
 CONTENT = np.random.default_rng(0).bytes(1_000_000)

@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain import data
 from hvdtrain.data.index import read_index
-from hvdtrain.data.staging import stage, staged_folder
+from hvdtrain.data.shards import stage, staged_folder
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import folders
 from tests.conftest import Program

@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.data.index import read_index
 from hvdtrain.data.shards import info, open_split, verify
-from hvdtrain.data.writer import Layout, Source, write_sources
+from hvdtrain.data.writer import Layout, in_order, write_sources
 from hvdtrain.errors import DataError
 
 
@@ -72,11 +72,8 @@ def test_a_broken_index_is_an_error(packed: Path) -> None:
 
 
 def test_labels_out_of_range_are_named_though_all_hashes_are_right(tmp_path: Path) -> None:
-    def read(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros((stop - start, 2, 2, 3), np.uint8), np.arange(start, stop)
-
-    source = Source(4, read)
-    sources = {"train": source, "test": source}
+    samples = np.zeros((4, 2, 2, 3), np.uint8), np.arange(4)
+    sources = {name: in_order([samples]) for name in ("train", "test")}
     write_sources(tmp_path / "set", sources, Layout((2, 2, 3)), None)
     index = json.loads((tmp_path / "set" / "index.json").read_text())
     content = json.dumps(index | {"class_names": ["only", "two"]})

@@ -16,35 +16,33 @@ from numpy.typing import NDArray
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.shards import open_split
 from hvdtrain.data.synthetic import synth
-from hvdtrain.data.writer import Layout, Source, write_sources
+from hvdtrain.data.writer import Block, Layout, Source, in_order, write_sources
 from hvdtrain.errors import DataError, UsageError
 
 NAMES = ("cat", "dog")
 
 
-def a_source(count: int, size: int = 4) -> Source:
-    def read(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.integer]]:
-        numbers = np.arange(start, stop)
-        images = np.empty((stop - start, size, size, 3), np.uint8)
-        images[:] = numbers[:, None, None, None] % 200 + np.arange(3)
-        return images, numbers % 2
-
-    return Source(count, read)
+def a_split(count: int, size: int = 4) -> tuple[NDArray[np.uint8], NDArray[np.integer]]:
+    numbers = np.arange(count)
+    images = np.empty((count, size, size, 3), np.uint8)
+    images[:] = numbers[:, None, None, None] % 200 + np.arange(3)
+    return images, numbers % 2
 
 
 def write(
     destination: Path,
-    sources: Mapping[str, Source],
+    splits: Mapping[str, tuple[NDArray[np.uint8], NDArray[np.integer]]],
     image_shape: tuple[int, int, int],
     class_names: Sequence[str],
     notes: Sequence[str] = (),
     shard_mb: int = 64,
 ) -> Index:
     layout = Layout(image_shape, shard_mb=shard_mb)
+    sources = {name: in_order([part]) for name, part in splits.items()}
     return write_sources(destination, sources, layout, class_names, notes)
 
 
-SOURCES = {"train": a_source(50), "test": a_source(9)}
+SPLITS = {"train": a_split(50), "test": a_split(9)}
 
 
 def names_in(folder: Path) -> list[str]:
@@ -52,29 +50,28 @@ def names_in(folder: Path) -> list[str]:
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    written = write(tmp_path / "a" / "b", SOURCES, (4, 4, 3), NAMES, ["a note"])
+    written = write(tmp_path / "a" / "b", SPLITS, (4, 4, 3), NAMES, ["a note"])
     index = read_index(tmp_path / "a" / "b")
     assert index == written
     assert index.hash == written.hash
     assert index.notes == ("a note",)
     assert names_in(tmp_path / "a" / "b") == ["index.json", "test-00000.h5", "train-00000.h5"]
-    for name, source in SOURCES.items():
-        images, labels = source.read(0, source.count)
+    for name, (images, labels) in SPLITS.items():
         with open_split(index, name) as samples:
-            batch = samples.gather(np.arange(source.count))
+            batch = samples.gather(np.arange(len(labels)))
         np.testing.assert_array_equal(batch.images, images)
         np.testing.assert_array_equal(batch.labels, labels)
 
 
 def test_mean_and_std_are_those_of_the_train_split(tmp_path: Path) -> None:
-    index = write(tmp_path / "set", SOURCES, (4, 4, 3), NAMES)
-    images = SOURCES["train"].read(0, 50)[0] / 255
+    index = write(tmp_path / "set", SPLITS, (4, 4, 3), NAMES)
+    images = SPLITS["train"][0] / 255
     np.testing.assert_allclose(index.mean, images.mean(axis=(0, 1, 2)), rtol=1e-12)
     np.testing.assert_allclose(index.std, images.std(axis=(0, 1, 2)), rtol=1e-12)
 
 
 def test_a_channel_that_never_varies_has_std_one(tmp_path: Path) -> None:
-    sources = {"train": a_source(1), "test": a_source(1)}
+    sources = {"train": a_split(1), "test": a_split(1)}
     assert write(tmp_path / "set", sources, (4, 4, 3), NAMES).std == (1.0, 1.0, 1.0)
 
 
@@ -82,7 +79,7 @@ def test_a_channel_that_never_varies_has_std_one(tmp_path: Path) -> None:
 def test_a_chunk_is_at_most_a_mebibyte_unless_one_image_is_more(
     tmp_path: Path, size: int, rows: int
 ) -> None:
-    sources = {"train": a_source(5, size), "test": a_source(1, size)}
+    sources = {"train": a_split(5, size), "test": a_split(1, size)}
     index = write(tmp_path / "set", sources, (size, size, 3), NAMES, shard_mb=1)
     assert index.splits["train"].chunk_rows == rows
     assert [shard.count for shard in index.splits["train"].shards] == [
@@ -95,13 +92,13 @@ def test_a_chunk_is_at_most_a_mebibyte_unless_one_image_is_more(
 def test_a_folder_that_holds_a_data_set_is_refused_and_untouched(packed: Path) -> None:
     before = {path: path.read_bytes() for path in packed.iterdir()}
     with pytest.raises(DataError, match="holds a data set already; remove it or choose another"):
-        write(packed, SOURCES, (4, 4, 3), NAMES)
+        write(packed, SPLITS, (4, 4, 3), NAMES)
     assert {path: path.read_bytes() for path in packed.iterdir()} == before
 
 
 def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
-    write(tmp_path, SOURCES, (4, 4, 3), NAMES)
+    write(tmp_path, SPLITS, (4, 4, 3), NAMES)
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
@@ -109,7 +106,7 @@ def test_a_folder_where_another_process_packs_is_refused(tmp_path: Path) -> None
     (tmp_path / ".partial").mkdir()
     (tmp_path / ".partial" / "train-00000.h5").write_text("of another")
     with pytest.raises(DataError, match="another process is packing into this folder, or was"):
-        write(tmp_path, SOURCES, (4, 4, 3), NAMES)
+        write(tmp_path, SPLITS, (4, 4, 3), NAMES)
     assert names_in(tmp_path / ".partial") == ["train-00000.h5"]
 
 
@@ -117,25 +114,25 @@ def test_a_destination_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for destination in (tmp_path / "file", tmp_path / "file" / "inside"):
         with pytest.raises(DataError, match="choose another"):
-            write(destination, SOURCES, (4, 4, 3), NAMES)
+            write(destination, SPLITS, (4, 4, 3), NAMES)
     assert names_in(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize("shard_mb", [0, -1, 4096])
 def test_a_shard_size_out_of_range_is_refused(tmp_path: Path, shard_mb: int) -> None:
     with pytest.raises(UsageError, match="choose from 1 to 2048"):
-        write(tmp_path / "set", SOURCES, (4, 4, 3), NAMES, shard_mb=shard_mb)
+        write(tmp_path / "set", SPLITS, (4, 4, 3), NAMES, shard_mb=shard_mb)
     assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    def read(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.integer]]:
+    def blocks(start: int) -> list[Block]:
         raise error
 
-    sources = {"train": SOURCES["train"], "test": Source(9, read)}
+    sources = {"train": in_order([SPLITS["train"]]), "test": Source(blocks)}
     with pytest.raises(error):
-        write(tmp_path / "new" / "set", sources, (4, 4, 3), NAMES)
+        write_sources(tmp_path / "new" / "set", sources, Layout((4, 4, 3)), NAMES)
     assert names_in(tmp_path) == []
 
 
@@ -143,7 +140,7 @@ def test_a_rename_that_fails_leaves_nothing(tmp_path: Path) -> None:
     """A folder has the name of the second shard: the first, renamed already, is removed."""
     (tmp_path / "test-00000.h5" / "inside").mkdir(parents=True)
     with pytest.raises(DataError, match="cannot be written"):
-        write(tmp_path, SOURCES, (4, 4, 3), NAMES)
+        write(tmp_path, SPLITS, (4, 4, 3), NAMES)
     assert names_in(tmp_path) == ["test-00000.h5"]
 
 

@@ -92,7 +92,7 @@ def test_a_function_and_a_loss_can_be_passed_in_python() -> None:
     lost = pickle.loads(pickle.dumps(config))
     with pytest.raises(UsageError, match="was passed in Python, and no file holds it"):
         loss_of(lost)
-    with pytest.raises(UsageError, match="loss is a int: pass a name, a function of"):
+    with pytest.raises(UsageError, match="loss is a int: pass a name, or a function"):
         config_of(3)
 
 

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.errors import Interrupted
-from hvdtrain.setup import build, progress, source, toolchain
+from hvdtrain.setup import build, environment, source, toolchain
 from hvdtrain.setup.environment import Pip
 from hvdtrain.setup.source import Edit, SourceError
 from tests.conftest import ROOT
@@ -75,9 +75,7 @@ def test_the_key_of_this_environment_names_all_that_the_wheel_depends_on() -> No
     compiler = toolchain.find_compiler()
     mpi = toolchain.find_mpi(MPI_KIND)
     with_tensorflow, without = (
-        toolchain.ingredients(
-            toolchain.Request(MPI_KIND, "x86-64-v2", cuda=False, tensorflow=wanted), mpi, compiler
-        )
+        toolchain.ingredients(mpi, compiler, "x86-64-v2", cuda=False, tensorflow=wanted)
         for wanted in (True, False)
     )
     assert with_tensorflow.keys() == PARTS.keys()
@@ -179,7 +177,7 @@ def test_nothing_of_another_archive_is_executed(
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # as with a user's own index
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     log = tmp_path / "log"
-    with pytest.raises((SourceError, progress.CommandFailed)) as error:
+    with pytest.raises((SourceError, environment.CommandFailed)) as error:
         build.build(PARTS, toolchain.find_mpi(MPI_KIND), Pip(log), work)
     assert not made.exists()
     assert "DO NOT MATCH THE HASHES" in str(error.value)
@@ -226,8 +224,8 @@ def test_a_cpu_that_the_compiler_does_not_know_exits_2() -> None:
 def test_a_command_that_fails_names_its_error_and_the_whole_log(tmp_path: Path) -> None:
     log = tmp_path / "build.log"
     script = "echo '[ 50%] Building'; echo 'a.cc:3: error: no such type'; echo rest; exit 3"
-    with pytest.raises(progress.CommandFailed) as error:
-        progress.run("building", ["sh", "-c", script], os.environ, log)
+    with pytest.raises(environment.CommandFailed) as error:
+        environment.run("building", ["sh", "-c", script], os.environ, log)
     assert "a.cc:3: error: no such type" in str(error.value)
     assert str(log) in str(error.value)
     assert log.read_text().splitlines() == [
@@ -235,19 +233,6 @@ def test_a_command_that_fails_names_its_error_and_the_whole_log(tmp_path: Path) 
         "a.cc:3: error: no such type",
         "rest",
     ]
-
-
-@pytest.mark.parametrize(
-    ("line", "percent"),
-    [
-        ("  [ 42%] Building CXX object a.o", 42),
-        ("[100%] Built target pytorch", 100),
-        ("[12/48] Building CXX object a.o", 25),
-        ("-- Build architecture flags: -march=x86-64-v3", None),
-    ],
-)
-def test_progress_is_read_from_make_and_ninja(line: str, percent: int | None) -> None:
-    assert progress.percent_of(line) == percent
 
 
 @pytest.mark.parametrize(
