@@ -126,7 +126,7 @@ def _measure(run: Run) -> dict[str, float]:
     """Evaluate on the hold-out, if there is one, and on the test split. Collective."""
     measured: dict[str, float] = {}
     session = run.session
-    clock = Stopwatch(run.progress, "evaluation_seconds", session.device.dilation)
+    clock = Stopwatch(run.progress, "evaluation_seconds", session.device)
     if len(session.held_rows):
         measured["val_loss"], measured["val_accuracy"] = evaluate(run, "train", session.held_rows)
     test_rows = np.arange(session.index.splits["test"].count)
