@@ -31,7 +31,7 @@ from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.recompute import recomputed_components
+from hvdtrain.plan.planfile import recomputed_components
 from hvdtrain.planner import clusters, profilefile
 from hvdtrain.planner.adapt import seconds_to_migrate
 from hvdtrain.planner.candidate import Candidate, play

@@ -32,7 +32,7 @@ from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, ComponentClock, Images, Part, StageModel
 from hvdtrain.parallel.step import UpdateRule
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.recompute import recomputed_components
+from hvdtrain.plan.planfile import recomputed_components
 from hvdtrain.sync.states import bytes_of
 from hvdtrain.world import World, notes
 

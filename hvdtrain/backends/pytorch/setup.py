@@ -48,7 +48,7 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.recompute import reason_against_split_backward
+from hvdtrain.plan.planfile import reason_against_split_backward
 from hvdtrain.world import World, allow_new_groups
 
 if TYPE_CHECKING:
