@@ -46,7 +46,7 @@ from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import program
-from hvdtrain.plan.simulate import Timeline, simulate
+from hvdtrain.plan.simulate import Simulation, simulate
 from hvdtrain.planner.actiontimes import Table, measured_costs, profile_parts
 from hvdtrain.world import World
 
@@ -219,7 +219,7 @@ def _timed_step(runtime: Runtime, mine: Step, job: World) -> dict[str, float]:
     return {"seconds": seconds, "loss": loss} | waited
 
 
-def _summary(steps: list[list[dict[str, float]]], timeline: Timeline) -> dict[str, float]:
+def _summary(steps: list[list[dict[str, float]]], timeline: Simulation) -> dict[str, float]:
     """Return the medians over steps of what the ranks measured, and the simulated values."""
     values = []
     for ranks in list(zip(*steps, strict=True))[WARM_UP:]:

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from hvdtrain.config import TrainConfig as TrainConfig
     from hvdtrain.data import pack as pack
     from hvdtrain.models.component import Component as Component
-    from hvdtrain.models.cutting import cut as cut
     from hvdtrain.models.losses import Loss as Loss
+    from hvdtrain.models.ready import cut as cut
     from hvdtrain.notebook import notebook_launch as notebook_launch
     from hvdtrain.plan.plan import Plan as Plan
     from hvdtrain.planner.options import PlanConfig as PlanConfig
@@ -33,7 +33,7 @@ _PLACES = {
     "PlanConfig": "hvdtrain.planner.options:PlanConfig",
     "TrainConfig": "hvdtrain.config:TrainConfig",
     "TrainResult": "hvdtrain.training.summary:TrainResult",
-    "cut": "hvdtrain.models.cutting:cut",
+    "cut": "hvdtrain.models.ready:cut",
     "evaluate": "hvdtrain.use.evaluate:evaluate",
     "export": "hvdtrain.use.export:export",
     "load": "hvdtrain.use.trained:load_classifier",

@@ -31,7 +31,12 @@ TUNED = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
 
 @dataclass(frozen=True)
 class World:
-    """One rank's view of the job. `communicator` is None in a world of one."""
+    """One rank's view of the job.
+
+    Attributes:
+        communicator: None in a world of one.
+        machine: the devices and links of the run (`engine.machine`); None for those of this one.
+    """
 
     launcher: str
     rank: int
@@ -40,6 +45,7 @@ class World:
     local_size: int
     threads: int
     communicator: "MPI.Comm | None" = None
+    machine: Any = None
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return the `value` of rank `root` on all ranks. It may hold tensors of any size."""

@@ -32,7 +32,7 @@ from hvdtrain.plan import planfile
 from hvdtrain.plan.actions import to_csv
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.recompute import recomputed_components
+from hvdtrain.plan.planfile import recomputed_components
 from hvdtrain.plan.simulate import Costs
 from hvdtrain.plan.trace import write_trace
 from hvdtrain.planner import clusters

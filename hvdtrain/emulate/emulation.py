@@ -1,30 +1,43 @@
-"""The emulation of a run: what replaces its components, its transfers and its all-reduces."""
+"""The emulation of a run: what replaces its components, its transfers and its all-reduces.
+
+The planner's measurements send small payloads, whatever size they measure.
+"""
 
 import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from typing_extensions import override
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import Index
 from hvdtrain.emulate.components import SCALE, Work, emulated
-from hvdtrain.emulate.device import Clock, Hardware
+from hvdtrain.emulate.device import Clock, Flight, Hardware
 from hvdtrain.emulate.links import DelayedCollectives, DelayedExchange
+from hvdtrain.engine.machine import Machine
 from hvdtrain.engine.session import Device
 from hvdtrain.errors import UsageError
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component
-from hvdtrain.models.costs import ComponentCost
-from hvdtrain.parallel.stage import DTYPES
+from hvdtrain.models.costs import ComponentCost, component_costs
+from hvdtrain.options.planrequest import Chosen
+from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.stage import AUTOCAST, DTYPES
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.planfile import recomputed_components
 from hvdtrain.planner import clusters, profilefile
 from hvdtrain.planner.adapt import seconds_to_migrate
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.memory import optimizer_copies
+from hvdtrain.planner.probe import Start, Tools
 from hvdtrain.planner.solve import lower_bound
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.world import World
@@ -38,11 +51,12 @@ REMARK = (
 # shares it, per step, and per action and per component in it.
 STEP_SECONDS, SHARED_STEP_SECONDS, ACTION_SECONDS = 12e-3, 2e-3, 0.15e-3
 OVERHEAD = 0.03  # part of a dilated step that the runtime itself may take
+WORK_SECONDS = 20e-6  # emulated seconds of the computation that measures contention
 MOST_BELOW = 2  # a smaller factor is not worth a warning
 
 
 @dataclass(frozen=True)
-class Emulation:
+class Emulation(Machine):
     """One rank's part of an emulation.
 
     Attributes:
@@ -51,6 +65,7 @@ class Emulation:
         components: of the model; they sleep.
     """
 
+    is_modelled = True
     name: str
     hardware: Hardware
     question: Question
@@ -61,37 +76,84 @@ class Emulation:
         """The dilated clock."""
         return self.hardware.clock
 
-    def collectives(
-        self, collectives: Collectives, ranks: Sequence[int], scale: float = SCALE
-    ) -> Collectives:
-        """Return collective operations on the modelled network."""
-        return DelayedCollectives(collectives, ranks, self.hardware, scale)
+    @override
+    def exchange(self, world: World, device: torch.device) -> Exchange:
+        return DelayedExchange(world, device, self.hardware, SCALE)
 
-    def exchange(
-        self, world: World, device: torch.device, scale: float | None = None
-    ) -> DelayedExchange:
-        """Return transfers on the modelled links. Collective.
+    @override
+    def whole_exchange(self, world: World, device: torch.device) -> Exchange:
+        return DelayedExchange(world, device, self.hardware, 1.0)
+
+    @override
+    def collectives(self, collectives: Collectives, ranks: Sequence[int]) -> Collectives:
+        return DelayedCollectives(collectives, ranks, self.hardware, SCALE)
+
+    @override
+    def tools(self, start: Start, world: World, device: torch.device) -> Tools:
+        def group_sum(communicator: Any) -> Start:
+            return self._delayed(_blocking(communicator), range(communicator.size))
+
+        work = partial(self.hardware.compute, WORK_SECONDS)
+        return Tools(self._delayed(start, range(world.size)), group_sum, work)
+
+    def _delayed(self, start: Start, ranks: Sequence[int]) -> Start:
+        """Return all-reduces that end when those of the modelled network would.
 
         Args:
-            scale: modelled bytes per byte of a message, if it is another one than in training.
+            start: starts the real ones.
+            ranks: the members.
         """
-        return DelayedExchange(world, device, self.hardware, SCALE if scale is None else scale)
+        hardware, clock = self.hardware, self.clock
 
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of the modelled model."""
+        def begin(tensor: torch.Tensor, name: str) -> Callable[[], bool]:
+            stamps = torch.zeros(len(ranks), dtype=torch.float64)
+            stamps[hardware.rank], computed = clock.now(), clock.slept
+            seconds = hardware.reduce_seconds(ranks, tensor.nbytes)
+            flight = Flight(float(stamps[hardware.rank]), seconds)
+            hardware.flights.append(flight)
+            is_summed, end = start(stamps, name), None
+
+            def is_over() -> bool:
+                nonlocal end
+                if end is None and is_summed():
+                    end = float(stamps.max()) + seconds
+                _, reduce = hardware.network.contention
+                overlap = min(clock.slept - computed, seconds * reduce)
+                if end is None or clock.now() < end + overlap * (1 - 1 / reduce):
+                    return False
+                hardware.flights.remove(flight)
+                return True
+
+            return is_over
+
+        return begin
+
+    @override
+    def parameters(self, components: Sequence[Component]) -> int:
         return sum(cost.parameters for cost in self.question.known.costs)
 
-    def start(self, activity: Activity, plan: Callable[[], Plan]) -> Device:
-        """Let events follow the steps of training, and return the modelled device.
-
-        Args:
-            activity: knows the current step.
-            plan: returns the current plan.
-        """
-        self.hardware.step = lambda: activity.now()[0]
+    @override
+    def device(
+        self, device: torch.device, world: World, activity: Activity, plan: Callable[[], Plan]
+    ) -> Device:
+        self.hardware.step = lambda: activity.now()[0]  # events follow the steps from now on
         self.clock.slept = 0.0  # without the planner's measurements
         rank = self.hardware.rank
+
+        def report(step_seconds: float, steps: int, busy_seconds: float) -> dict[str, Any]:
+            # The runtime itself takes real seconds, which do not shrink with the dilation.
+            own = (self.clock.dilation * busy_seconds - self.clock.slept) / max(1, steps)
+            return {
+                "emulated": {
+                    "cluster": self.name,
+                    "dilation": self.clock.dilation,
+                    "step_seconds": step_seconds,
+                    "simulated_step_seconds": self.predicted(plan()).seconds,
+                    "overhead_seconds_per_step": float(np.mean(world.gather(own))),
+                    "remark": REMARK,
+                }
+            }
+
         return Device(
             accelerator=f"{self.name} (emulated)",
             notice=(
@@ -101,14 +163,11 @@ class Emulation:
             ),
             dilation=self.clock.dilation,
             peak_memory_bytes=lambda: round(self.predicted(plan()).rank_bytes[rank]),
+            report=report,
         )
 
+    @override
     def remarks(self, plan: Plan, is_chosen: bool) -> list[str]:
-        """Return what a user should know before the first step.
-
-        Args:
-            is_chosen: whether the planner has chosen the plan.
-        """
         dilation, enough = self.clock.dilation, self.sufficient_dilation(plan)
         remarks = []
         if enough > MOST_BELOW * dilation:
@@ -145,37 +204,62 @@ class Emulation:
         overhead = STEP_SECONDS + sharing * (SHARED_STEP_SECONDS + ACTION_SECONDS * actions)
         return max(1.0, float(math.ceil(overhead / (OVERHEAD * seconds))))
 
-    def overhead_seconds(self, steps: int, busy_seconds: float) -> float:
-        """Return the real seconds per step in which this rank neither slept nor waited.
-
-        They do not shrink with the dilation: they are the runtime itself.
-
-        Args:
-            steps: of this process.
-            busy_seconds: emulated seconds of these steps without waits.
-        """
-        return (self.clock.dilation * busy_seconds - self.clock.slept) / max(1, steps)
-
-    def report(
-        self, plan: Plan, step_seconds: float, overhead_seconds: float
-    ) -> dict[str, object]:
-        """Return the part of summary.json about the emulation."""
-        return {
-            "cluster": self.name,
-            "dilation": self.clock.dilation,
-            "step_seconds": step_seconds,
-            "simulated_step_seconds": self.predicted(plan).seconds,
-            "overhead_seconds_per_step": overhead_seconds,
-            "remark": REMARK,
-        }
-
-    def move(self, before: Plan, after: Plan) -> None:
-        """Let the seconds pass in which the weights would move to another plan."""
+    @override
+    def migrated(self, before: Plan, after: Plan) -> None:
         self.clock.work(seconds_to_migrate(self.question, before, after))
 
     def predicted(self, plan: Plan) -> Candidate:
         """Return the simulated step of a plan."""
         return play(self.question, plan, "")
+
+
+def _blocking(communicator: Any) -> Start:
+    """Return a function that runs MPI's blocking all-reduce in place."""
+
+    def start(tensor: torch.Tensor, _: str) -> Callable[[], bool]:
+        total = np.empty_like(tensor.numpy())
+        communicator.Allreduce(tensor.numpy(), total)
+        tensor.copy_(torch.from_numpy(total))
+        return lambda: True
+
+    return start
+
+
+def emulate(
+    config: TrainConfig,
+    components: Sequence[Component],
+    index: Index,
+    world: World,
+    plan_of: Callable[[Sequence[Component]], Plan],
+) -> tuple[TrainConfig, list[Component], World]:
+    """Return the configuration, components and world of an emulated run. Collective.
+
+    Nothing is evaluated: accuracies would mean nothing.
+
+    Args:
+        plan_of: returns the plan of the run for these components, if none will be chosen.
+
+    Raises:
+        UsageError: if the cluster is not valid, or the plan does not fit.
+    """
+    size, names = index.image_shape[0], [part.name for part in components]
+    costs = component_costs(
+        components,
+        size,
+        dtype=DTYPES[config.precision],
+        autocast="cpu" if config.precision in AUTOCAST else None,
+    )
+    recomputed = recomputed_components(config.recompute, names)
+    made = emulation(config, components, costs, recomputed, size, world)
+    if config.emulate_dilation is None:
+        dilation = 0.0
+        if world.rank == 0:
+            is_chosen = isinstance(config.plan_request, Chosen)
+            plan = None if is_chosen else plan_of(made.components)
+            dilation = made.sufficient_dilation(plan)
+        made.clock.dilation = world.broadcast(dilation)
+    config = replace(config, eval_every=0, device="cpu")
+    return config, made.components, replace(world, machine=made)
 
 
 def emulation(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.engine.session import Spent
+from hvdtrain.engine.session import Device, Spent
 from hvdtrain.errors import DataError, UsageError, one_line
 from hvdtrain.models.find import find_function
 
@@ -87,27 +87,19 @@ class Progress:
         elif self.scaled_steps == GROWTH_STEPS:
             self.loss_scale, self.scaled_steps = min(LARGEST_SCALE, self.loss_scale * 2), 0
 
-    def count(self, spent: Spent, dilation: float) -> None:
-        """Add the seconds of a step.
-
-        Args:
-            dilation: real seconds per second that counts.
-        """
-        self.exposed_seconds += spent.exposed / dilation
-        self.communication_seconds += spent.communication / dilation
-        self.bubble_seconds += spent.bubble / dilation
-        self.compute_seconds += spent.compute / dilation
+    def count(self, spent: Spent, device: Device) -> None:
+        """Add the seconds of a step on the device's clock."""
+        self.exposed_seconds += device.seconds(spent.exposed)
+        self.communication_seconds += device.seconds(spent.communication)
+        self.bubble_seconds += device.seconds(spent.bubble)
+        self.compute_seconds += device.seconds(spent.compute)
 
 
 class Stopwatch:
-    """Counts the seconds that pass into one field of a run's progress.
+    """Counts the seconds that pass on a device's clock into one field of a run's progress."""
 
-    Args:
-        dilation: real seconds per second that counts.
-    """
-
-    def __init__(self, progress: Progress, name: str, dilation: float = 1.0) -> None:
-        self.progress, self.name, self.dilation = progress, name, dilation
+    def __init__(self, progress: Progress, name: str, device: Device) -> None:
+        self.progress, self.name, self.device = progress, name, device
         self.restart()
 
     def restart(self) -> None:
@@ -117,8 +109,8 @@ class Stopwatch:
     def count(self) -> None:
         """Add the seconds since the last count."""
         now = time.perf_counter()
-        seconds = getattr(self.progress, self.name) + (now - self.since) / self.dilation
-        setattr(self.progress, self.name, seconds)
+        passed = self.device.seconds(now - self.since)
+        setattr(self.progress, self.name, getattr(self.progress, self.name) + passed)
         self.since = now
 
 

@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Index
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from hvdtrain.planner.cost import Question
 
 Shape = tuple[int, ...]
+_Seconds = TypeVar("_Seconds", float, NDArray[np.float64])
 
 
 class Spent(NamedTuple):
@@ -129,11 +131,14 @@ class Device:
         kind: "cpu" or "cuda".
         accelerator: name of the GPU, None for a CPU.
         count: number of devices of this rank.
-        notice: printed first by a run whose device is emulated.
-        dilation: real seconds per reported second, above 1 if the device is emulated.
+        notice: printed first by a run whose device is modelled.
+        dilation: real seconds per second on the device's clock, above 1 if it is modelled.
         loss_delay: steps after which the loss is read, see `Control`.
         memory_bytes: returns the bytes allocated on the GPU, or the resident set of the process.
         peak_memory_bytes: returns the largest `memory_bytes` so far.
+        report: returns what a summary has to say of a modelled device, by key. Collective. Its
+            arguments are mean seconds per step of the run, the steps since the last start, and
+            their seconds without this rank's waits.
     """
 
     kind: str = "cpu"
@@ -144,6 +149,11 @@ class Device:
     loss_delay: int = 0
     memory_bytes: Callable[[], float] = _resident_bytes
     peak_memory_bytes: Callable[[], int] = _peak_resident_bytes
+    report: Callable[[float, int, float], dict[str, Any]] = lambda *_: {}
+
+    def seconds(self, real: _Seconds) -> _Seconds:
+        """Return real seconds on the clock of the device."""
+        return real / self.dilation
 
     @property
     def is_gpu(self) -> bool:
@@ -317,16 +327,6 @@ class Session(ABC):
 
     def counted(self) -> Mapping[str, float]:
         """Return what this rank has counted since the start, by name, such as bytes sent."""
-        return {}
-
-    def emulated(self, step_seconds: float, steps: int, busy_seconds: float) -> dict[str, object]:
-        """Return what a summary has to say about an emulation; empty on real devices. Collective.
-
-        Args:
-            step_seconds: mean emulated seconds per step of the run.
-            steps, busy_seconds: steps since the last start, and their emulated seconds without
-                this rank's waits.
-        """
         return {}
 
     @property

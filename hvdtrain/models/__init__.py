@@ -66,7 +66,7 @@ def components(
             raise UsageError(f"{what} {value} is not valid: it must be at least 1")
     from hvdtrain.models import find
     from hvdtrain.models.component import as_components
-    from hvdtrain.models.users import components_of
+    from hvdtrain.models.ready import components_of
 
     if isinstance(model, GivenModel):
         return components_of(model, model.model, classes, image_size, patch_size, seed)

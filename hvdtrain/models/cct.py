@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvdtrain.models.component import IMAGE_CHANNELS, Component, check_image_size, kaiming_normal
-from hvdtrain.models.vit import EPSILON, Attention, Mlp, Shape, linear
+from hvdtrain.models.vit import EPSILON, Shape, blocks, linear
 
 CHANNELS = 64  # of the first convolution
 SMALLEST_IMAGE = 4  # pixels: two poolings must leave at least one token
@@ -75,10 +75,5 @@ class Head(nn.Module):
 
 def _cct(shape: Shape, classes: int, image_size: int) -> list[Component]:
     check_image_size("cct", image_size, SMALLEST_IMAGE)
-    width = shape.width
-    parts = [Component("tokens", partial(Tokens, image_size, width))]
-    for index in range(shape.depth):
-        attention, mlp = partial(Attention, width, shape.heads), partial(Mlp, width, shape.hidden)
-        parts.append(Component(f"block{index}.attention", attention))
-        parts.append(Component(f"block{index}.mlp", mlp))
-    return [*parts, Component("head", partial(Head, width, classes))]
+    tokens = Component("tokens", partial(Tokens, image_size, shape.width))
+    return [tokens, *blocks(shape), Component("head", partial(Head, shape.width, classes))]

@@ -265,7 +265,11 @@ def _cost(component: Component, module: nn.Module, small: _Run, large: _Run) -> 
 
 def _sizes(module: nn.Module) -> Sizes:
     """Return the sizes of a component's gradients and batch norm statistics."""
-    trained = [value for value in module.parameters() if value.requires_grad]
+    trained = [value.detach() for value in module.parameters() if value.requires_grad]
+    dense = [  # in the memory order that a stage's weights have
+        value.to(memory_format=torch.channels_last) if value.dim() == IMAGE_DIMENSIONS else value
+        for value in trained
+    ]
     statistics = [
         buffer
         for layer in module.modules()
@@ -275,16 +279,10 @@ def _sizes(module: nn.Module) -> Sizes:
     averages = [buffer for buffer in statistics if buffer.is_floating_point()]
     reference = [*trained, *statistics][:1]
     return Sizes(
-        gradients=tuple(map(_gradient, trained)),
+        gradients=tuple(
+            Gradient(*as_matrix(value.shape, value.stride()), value.dim() > 1) for value in dense
+        ),
         averages=sum(buffer.numel() for buffer in averages),
         counters=sum(buffer.numel() for buffer in statistics) - sum(map(torch.numel, averages)),
         itemsize=reference[0].element_size() if reference else 4,
     )
-
-
-def _gradient(parameter: Tensor) -> Gradient:
-    """Return the size of a gradient in the memory order that a stage's weights have."""
-    dense = parameter.detach()
-    if dense.dim() == IMAGE_DIMENSIONS:
-        dense = dense.to(memory_format=torch.channels_last)
-    return Gradient(*as_matrix(dense.shape, dense.stride()), dense.dim() > 1)

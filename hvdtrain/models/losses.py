@@ -148,8 +148,8 @@ def loss_of(config: TrainConfig) -> Loss:
     loss = BUILT_IN.get(config.loss)
     if loss is None:
         refuse_lost(config.loss, "loss")
-        found = find_function(config.loss, "loss")
-        loss = found if isinstance(found, Loss) else Loss(cast(Function, found))
+        function = find_function(config.loss, "loss")
+        loss = function if isinstance(function, Loss) else Loss(cast(Function, function))
     if config.expected is not None and ACCURACY not in loss.measures:
         raise UsageError(
             f"--expected is a test accuracy, which the loss {config.loss!r} does not measure: "

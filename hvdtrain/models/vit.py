@@ -5,7 +5,7 @@ Initialisation and the tiny shape are those of DeiT (Touvron et al., ICML 2021):
 of 0.02, zero biases. No dropout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -148,12 +148,16 @@ def _vit(shape: Shape, classes: int, image_size: int, patch_size: int | None) ->
         patch_size = 4 if image_size <= LARGEST_SMALL_IMAGE else 16
     _check_patches(image_size, patch_size)
     width = shape.width
-    parts = [Component("embed", partial(Embedding, image_size, patch_size, width))]
+    embed = Component("embed", partial(Embedding, image_size, patch_size, width))
+    return [embed, *blocks(shape), Component("head", partial(Head, width, classes))]
+
+
+def blocks(shape: Shape) -> Iterator[Component]:
+    """Yield block0.attention, block0.mlp, block1.attention, ..."""
     for index in range(shape.depth):
-        attention, mlp = partial(Attention, width, shape.heads), partial(Mlp, width, shape.hidden)
-        parts.append(Component(f"block{index}.attention", attention))
-        parts.append(Component(f"block{index}.mlp", mlp))
-    return [*parts, Component("head", partial(Head, width, classes))]
+        attention = partial(Attention, shape.width, shape.heads)
+        yield Component(f"block{index}.attention", attention)
+        yield Component(f"block{index}.mlp", partial(Mlp, shape.width, shape.hidden))
 
 
 def _check_patches(image_size: int, patch_size: int) -> None:

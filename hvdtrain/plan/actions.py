@@ -1,12 +1,11 @@
-"""Actions, the elements of schedules: their text and CSV forms, and the messages they send.
+"""Actions, the elements of schedules: their printed form, and the messages they send.
 
-Actions are printed as they are stored in files: `0F2` is the forward of micro-batch 2 on stage 0,
-`1SEND_F3` sends stage 1's activations of micro-batch 3, `0REDUCE` reduces stage 0's gradients.
+`0F2` is the forward of micro-batch 2 on stage 0, `1SEND_F3` sends stage 1's activations of
+micro-batch 3, `0REDUCE` reduces stage 0's gradients. `plan show --actions` writes them so.
 """
 
 import csv
 import io
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,13 +19,10 @@ WEIGHTS = ("B", "W")  # compute a stage's weight gradients
 SENDS = ("SEND_F", "SEND_B")
 RECEIPTS = ("RECV_F", "RECV_B")
 COMMUNICATION = frozenset((*SENDS, *RECEIPTS, "REDUCE"))
-PER_MICROBATCH = ("LOAD", *COMPUTE, *SENDS, *RECEIPTS)
-PER_STAGE = ("REDUCE", "STEP")
 _OTHER_SIDE = {"SEND_F": "RECV_F", "SEND_B": "RECV_B", "RECV_F": "SEND_F", "RECV_B": "SEND_B"}
 _UPSTREAM = ("SEND_F", "RECV_B")  # of the stage before a boundary; activations flow downstream
 
 MOST_CACHED = 2**16  # actions whose neighbours are kept: many ranks run the same ones
-_FORM = re.compile(rf"(\d+)({'|'.join((*PER_MICROBATCH, *PER_STAGE))})(\d+)?")
 
 
 class ScheduleError(UsageError):
@@ -59,18 +55,6 @@ class Action(NamedTuple):
 
 
 Schedule = dict[int, list[Action]]  # rank -> its actions, in order
-
-
-def parse_action(text: str) -> Action:
-    """Return the action whose `str` is `text`.
-
-    Raises:
-        UsageError: if the text is not an action.
-    """
-    match = _FORM.fullmatch(text)
-    if not match or (match[2] in PER_MICROBATCH) != (match[3] is not None):
-        raise UsageError(f"{text!r} is not an action: use a form such as 0F2 or 0REDUCE")
-    return Action(int(match[1]), match[2], None if match[3] is None else int(match[3]))
 
 
 def last_backward(actions: Sequence[Action], stage: int) -> Action | None:
@@ -164,49 +148,9 @@ def tag(stage: int, kind: str, microbatch: int, microbatches: int) -> int:
     return (2 * boundary(stage, kind) + is_gradient) * microbatches + microbatch
 
 
-def to_text(schedule: Schedule) -> str:
-    """Return the schedule as text, one line per rank: `0: 0LOAD0 0F0 0B0`."""
-    lines = (f"{rank}: {' '.join(map(str, schedule[rank]))}".rstrip() for rank in sorted(schedule))
-    return "".join(f"{line}\n" for line in lines)
-
-
-def from_text(text: str) -> Schedule:
-    """Parse the output of `to_text`; skip empty lines.
-
-    Raises:
-        UsageError: if a word is not an action, or a rank occurs twice.
-    """
-    rows = []
-    for line in filter(str.strip, text.splitlines()):
-        rank, _, actions = line.partition(":")
-        rows.append([rank, *actions.split()])
-    return _from_rows(rows)
-
-
 def to_csv(schedule: Schedule) -> str:
     """Return the schedule as CSV, one row per rank; the first cell is the rank."""
     target = io.StringIO()
     writer = csv.writer(target, lineterminator="\n")
     writer.writerows([rank, *map(str, schedule[rank])] for rank in sorted(schedule))
     return target.getvalue()
-
-
-def from_csv(text: str) -> Schedule:
-    """Parse the output of `to_csv`; skip empty rows and empty cells.
-
-    Raises:
-        UsageError: if a cell is not an action, or a rank occurs twice.
-    """
-    rows = ([cell.strip() for cell in row] for row in csv.reader(io.StringIO(text)))
-    return _from_rows([[cell for cell in row if cell] for row in rows if any(row)])
-
-
-def _from_rows(rows: Sequence[Sequence[str]]) -> Schedule:
-    schedule: Schedule = {}
-    for rank, *actions in rows:
-        if not rank.strip().isdecimal():
-            raise UsageError(f"a schedule line starts with {rank!r}: start it with the rank")
-        if int(rank) in schedule:
-            raise UsageError(f"the schedule has two lines of rank {int(rank)}: keep one of them")
-        schedule[int(rank)] = [parse_action(action) for action in actions]
-    return schedule

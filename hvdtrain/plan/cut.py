@@ -132,7 +132,11 @@ def _by_rank(pairs: Iterable[tuple[int, int, Piece]]) -> Peers:
 @lru_cache(maxsize=64)
 def cut(plan: Plan, batch_size: int) -> Cut:
     """Cut a global batch; use fewer micro-batches if it is too small for the plan's number."""
-    number = _microbatches(plan, batch_size)
+    number, before = plan.microbatches, 0
+    while number != before:
+        before = number
+        for stage in plan.stages:
+            number = order.microbatches(batch_size, number, stage.shares)
     rows = {
         shares: [tuple(ranges) for ranges in order.replica_rows(0, batch_size, number, shares)]
         for shares in {stage.shares for stage in plan.stages}
@@ -153,15 +157,6 @@ def offsets(parts: Sequence[Range]) -> list[Range]:
         ranges.append((offset, offset + stop - start))
         offset += stop - start
     return ranges
-
-
-def _microbatches(plan: Plan, batch_size: int) -> int:
-    number, before = plan.microbatches, 0
-    while number != before:
-        before = number
-        for stage in plan.stages:
-            number = order.microbatches(batch_size, number, stage.shares)
-    return number
 
 
 def _pieces(

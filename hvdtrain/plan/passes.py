@@ -103,7 +103,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
     return reduced
 
 
-def add_steps(schedule: Schedule) -> Schedule:
+def add_updates(schedule: Schedule) -> Schedule:
     """Add a STEP for each stage at the end of each rank's list."""
     return {
         rank: actions + [Action(stage, "STEP") for stage in sorted({a.stage for a in actions})]

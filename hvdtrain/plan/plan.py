@@ -130,7 +130,17 @@ def pipeline(
     Raises:
         UsageError: if the number of stages does not fit the model or the ranks.
     """
-    _check_shape(name or f"hp:{stages}x{replicas}", len(components), ranks, stages, replicas)
+    name = name or f"hp:{stages}x{replicas}"
+    count = len(components)
+    if stages > count:
+        advice = "use single or dp, or hvdtrain.cut" if count == 1 else "use fewer stages"
+        raise UsageError(
+            f"{name} has {stages} stages, but the model has {count} component(s): {advice}"
+        )
+    groups, left = divmod(ranks, replicas)
+    if left or not groups or stages % groups:
+        possible = [str(replicas * n) for n in range(1, stages + 1) if stages % n == 0]
+        raise UsageError(f"{name} does not fit {ranks} ranks: start {' or '.join(possible)}")
     made, start = [], 0
     for number, size in enumerate(balance(costs, stages)):
         first = number * replicas % ranks
@@ -139,18 +149,6 @@ def pipeline(
         start += size
     default = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
     return Plan(tuple(made), microbatches or default, schedule or DEFAULT_SCHEDULE)
-
-
-def _check_shape(name: str, components: int, ranks: int, stages: int, replicas: int) -> None:
-    if stages > components:
-        advice = "use single or dp, or hvdtrain.cut" if components == 1 else "use fewer stages"
-        raise UsageError(
-            f"{name} has {stages} stages, but the model has {components} component(s): {advice}"
-        )
-    groups, left = divmod(ranks, replicas)
-    if left or not groups or stages % groups:
-        possible = [str(replicas * n) for n in range(1, stages + 1) if stages % n == 0]
-        raise UsageError(f"{name} does not fit {ranks} ranks: start {' or '.join(possible)}")
 
 
 def balance(costs: Sequence[float], parts: int) -> list[int]:

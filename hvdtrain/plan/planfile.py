@@ -1,11 +1,13 @@
-"""Read and write plans: the short forms of `--plan`, and JSON plan files."""
+"""Options and files that make a plan: the short forms of `--plan`, JSON files, `--recompute`."""
 
 import json
 import os
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import write_text
 from hvdtrain.host.harmless import parse_json
@@ -106,6 +108,32 @@ def refit(text: str | None, ranks: int) -> str | None:
     most = min(request.stages, ranks)
     stages = max(number for number in range(1, most + 1) if ranks % number == 0)
     return f"hp:{stages}x{ranks // stages}" if stages > 1 else "dp"
+
+
+def reason_against_split_backward(config: TrainConfig, names: Sequence[str]) -> str:
+    """Return the option that forbids a backward pass in halves; empty if none does."""
+    if config.compile:
+        return "--compile"
+    if recomputed_components(config.recompute, names):
+        return "--recompute"
+    return "--batch-norm sync" if config.batch_norm == "sync" else ""
+
+
+def recomputed_components(patterns: str | None, names: Sequence[str]) -> frozenset[str]:
+    """Return the components that `--recompute` names.
+
+    Raises:
+        UsageError: for a name or pattern that matches no component.
+    """
+    recomputed: set[str] = set()
+    for pattern in filter(None, (word.strip() for word in (patterns or "").split(","))):
+        matching = [name for name in names if pattern == "all" or fnmatchcase(name, pattern)]
+        if not matching:
+            raise UsageError(
+                f"--recompute {pattern} names no component of the model{nearest(pattern, names)}"
+            )
+        recomputed.update(matching)
+    return frozenset(recomputed)
 
 
 def from_json(content: Any, source: str, components: Sequence[str]) -> Plan:

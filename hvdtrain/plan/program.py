@@ -33,7 +33,7 @@ VERBOSE = {
     "REDUCE": "starting the reduction",
     "STEP": "waiting for the reduction, and updating",
 }
-
+EVALUATION_IMAGES = 256  # per replica and forward pass
 
 Key = tuple[int, int]  # (stage, micro-batch)
 
@@ -100,12 +100,30 @@ class Program:
     gradient_uses: Counter[Key]
 
 
+@lru_cache(maxsize=64)
+def program_of(plan: Plan, batch_size: int, rank: int, is_training: bool) -> Program:
+    """Return the actions of one rank for a batch of that size."""
+    used = plan_for(plan, is_training)
+    pieces = cut(used, batch_size)
+    make = schedule.training_step if is_training else schedule.evaluation
+    return program(used, pieces, make(used, pieces).get(rank, []), rank)
+
+
 def program(plan: Plan, cut: Cut, actions: Sequence[Action], rank: int) -> Program:
     """Return the program of a rank's list of actions."""
     held = plan.stages_of(rank)
-    ends = {last_backward(actions, stage) for stage in held}
     tasks = tuple(_task(plan, cut, action, rank) for action in actions)
-    output_uses, gradient_uses = _uses(tasks, rank)
+    ends = {last_backward(actions, stage) for stage in held}
+    output_uses, gradient_uses = Counter[Key](), Counter[Key]()
+    for task in tasks:
+        (stage, k), kind = task.key, task.action.kind
+        has_local_lane = any(lane.peer == rank for lane in task.lanes)
+        output_uses[task.key] += kind in ("B", "I", "SEND_F")
+        gradient_uses[task.key] += kind == "SEND_B"
+        if has_local_lane and kind == "F":
+            output_uses[stage - 1, k] += 1
+        if has_local_lane and kind in ("B", "I"):
+            gradient_uses[stage + 1, k] += 1
     return Program(
         cut,
         tasks,
@@ -118,20 +136,27 @@ def program(plan: Plan, cut: Cut, actions: Sequence[Action], rank: int) -> Progr
     )
 
 
-def _uses(tasks: Sequence[Task], rank: int) -> tuple[Counter[Key], Counter[Key]]:
-    outputs, gradients = Counter[Key](), Counter[Key]()
-    for task in tasks:
-        (stage, k), kind = task.key, task.action.kind
-        has_local_lane = any(lane.peer == rank for lane in task.lanes)
-        if kind in ("B", "I", "SEND_F"):
-            outputs[task.key] += 1
-        if kind == "F" and has_local_lane:
-            outputs[stage - 1, k] += 1
-        if kind == "SEND_B":
-            gradients[task.key] += 1
-        if kind in ("B", "I") and has_local_lane:
-            gradients[stage + 1, k] += 1
-    return outputs, gradients
+@lru_cache(maxsize=8)
+def plan_for(plan: Plan, is_training: bool) -> Plan:
+    """Return the plan with the micro-batches of training or evaluation.
+
+    In evaluation a pipeline has enough micro-batches to keep its stages busy, other plans one.
+    """
+    stages = len(plan.stages)
+    return plan if is_training else replace(plan, microbatches=2 * stages if stages > 1 else 1)
+
+
+def evaluation_images(plan: Plan, batch_size: int | None = None) -> int:
+    """Return the images of an evaluation step, over all ranks.
+
+    Args:
+        batch_size: the training batch size, to limit a replica to the images of a training
+            micro-batch.
+    """
+    replicas, images = max(len(stage.ranks) for stage in plan.stages), EVALUATION_IMAGES
+    if batch_size is not None:
+        images = max(1, min(images, batch_size // (plan.microbatches * replicas)))
+    return images * replicas * plan_for(plan, is_training=False).microbatches
 
 
 def _task(plan: Plan, cut: Cut, action: Action, rank: int) -> Task:
@@ -165,6 +190,7 @@ def _lanes(cut: Cut, rank: int, exchange: Action) -> tuple[Lane, ...]:
 
 
 def _line(plan: Plan, action: Action, rank: int, lanes: tuple[Lane, ...]) -> str:
+    """Return an action in words, for messages about a rank that fails or hangs in it."""
     where = f"stage {action.stage}"
     if action.microbatch is not None:
         where += f", micro-batch {action.microbatch}"
@@ -173,38 +199,3 @@ def _line(plan: Plan, action: Action, rank: int, lanes: tuple[Lane, ...]) -> str
         peers = [other for other in plan.stages[action.stage].ranks if other != rank]
     with_peers = f", with rank {' and '.join(map(str, peers))}" if peers else ""
     return f"{action}: {VERBOSE[action.kind]} ({where}{with_peers})"
-
-
-EVALUATION_IMAGES = 256  # per replica and forward pass
-
-
-@lru_cache(maxsize=8)
-def plan_for(plan: Plan, is_training: bool) -> Plan:
-    """Return the plan with the micro-batches of training or evaluation.
-
-    In evaluation a pipeline has enough micro-batches to keep its stages busy, other plans one.
-    """
-    stages = len(plan.stages)
-    return plan if is_training else replace(plan, microbatches=2 * stages if stages > 1 else 1)
-
-
-def evaluation_images(plan: Plan, batch_size: int | None = None) -> int:
-    """Return the images of an evaluation step, over all ranks.
-
-    Args:
-        batch_size: the training batch size, to limit a replica to the images of a training
-            micro-batch.
-    """
-    replicas, images = max(len(stage.ranks) for stage in plan.stages), EVALUATION_IMAGES
-    if batch_size is not None:
-        images = max(1, min(images, batch_size // (plan.microbatches * replicas)))
-    return images * replicas * plan_for(plan, is_training=False).microbatches
-
-
-@lru_cache(maxsize=64)
-def program_of(plan: Plan, batch_size: int, rank: int, is_training: bool) -> Program:
-    """Return the actions of one rank for a batch of that size."""
-    used = plan_for(plan, is_training)
-    pieces = cut(used, batch_size)
-    make = schedule.training_step if is_training else schedule.evaluation
-    return program(used, pieces, make(used, pieces).get(rank, []), rank)

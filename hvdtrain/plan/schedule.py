@@ -15,7 +15,7 @@ from hvdtrain.plan.cut import Cut
 from hvdtrain.plan.passes import UNITS
 from hvdtrain.plan.plan import Plan
 
-Key = tuple[int, ...]
+Preference = tuple[int, ...]
 UNLIMITED = 10**9
 
 
@@ -66,14 +66,14 @@ class Policy:
 
     cap: Callable[[Pipeline, int], int]
     priorities: str
-    order: Callable[[Pipeline, Action], Key]
+    order: Callable[[Pipeline, Action], Preference]
     is_grouped: bool = False
     splits: bool = False
     unfinished: Callable[[Pipeline], int] = lambda pipeline: UNLIMITED
     forwards_first: bool = False
 
 
-def later_stage_first(pipeline: Pipeline, action: Action) -> Key:
+def later_stage_first(pipeline: Pipeline, action: Action) -> Preference:
     """Return the sort key that prefers later stages, then earlier micro-batches."""
     return -action.stage, action.microbatch or 0
 
@@ -98,7 +98,7 @@ def turns(pipeline: Pipeline) -> int:
     return max(1, pipeline.microbatches // pipeline.groups)
 
 
-def megatron_order(pipeline: Pipeline, action: Action) -> Key:
+def megatron_order(pipeline: Pipeline, action: Action) -> Preference:
     """Return the sort key that runs all micro-batches of a turn on one stage, then on the next.
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -166,7 +166,7 @@ def training_step(plan: Plan, cut: Cut) -> Schedule:
     schedule = passes.merge_halves(compute_order(plan, cut.microbatches), plan)
     schedule = passes.add_exchange(schedule, plan, cut)
     schedule = passes.add_loads(schedule, plan)
-    return passes.add_steps(passes.add_reductions(schedule))
+    return passes.add_updates(passes.add_reductions(schedule))
 
 
 def evaluation(plan: Plan, cut: Cut) -> Schedule:
@@ -267,7 +267,7 @@ def _kinds(plan: Plan, policy: Policy, stage: int) -> list[str]:
     return [kind for kind in kinds if kind in policy.priorities]
 
 
-def _preference(progress: _Progress, action: Action) -> Key:
+def _preference(progress: _Progress, action: Action) -> Preference:
     policy = progress.policy
     kind = policy.priorities.index(action.kind)
     return kind, *policy.order(progress.pipeline, action)

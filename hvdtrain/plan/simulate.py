@@ -1,7 +1,7 @@
 """Simulate a schedule on all ranks: times, waits, bubble, memory, deadlocks.
 
-Each rank runs its actions in order. An action waits for a list of marks, "this rank has reached,
-or has ended, this action", and starts at the latest of their times. A mark that is never set is a
+Each rank runs its actions in order. An action waits for conditions, "this rank has reached, or has
+ended, this action", and starts at the latest of their times. A condition that is never met is a
 deadlock. Transfers do not compete for the network.
 """
 
@@ -69,7 +69,7 @@ def unit_costs(
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Simulation:
     """The events of all ranks: by rank, then in order."""
 
     events: tuple[Event, ...]
@@ -124,7 +124,7 @@ class Timeline:
         return peak
 
 
-class Mark(NamedTuple):
+class Condition(NamedTuple):
     """A condition: `rank` has ended `action`, or (`is_start`) is ready to start it."""
 
     rank: int
@@ -132,7 +132,7 @@ class Mark(NamedTuple):
     is_start: bool = False
 
 
-EVERYONE = -1  # the rank of a mark that is set once all replicas have reached a REDUCE
+EVERYONE = -1  # the rank of a condition that is met once all replicas have reached a REDUCE
 Need = tuple[int, Action, float]  # a rank, an action that it has ended, and seconds after that
 
 
@@ -140,14 +140,14 @@ class Deadlock(ScheduleError):
     """Ranks that wait for each other.
 
     Attributes:
-        stuck: by rank, its action and the mark that the action waits for.
+        stuck: by rank, its action and the condition that the action waits for.
     """
 
-    def __init__(self, stuck: dict[int, tuple[Action, Mark]]) -> None:
+    def __init__(self, stuck: dict[int, tuple[Action, Condition]]) -> None:
         self.stuck = stuck
         waits = (
-            f"rank {rank} at {action} waits for {mark.action} on rank {mark.rank}"
-            for rank, (action, mark) in stuck.items()
+            f"rank {rank} at {action} waits for {condition.action} on rank {condition.rank}"
+            for rank, (action, condition) in stuck.items()
         )
         super().__init__(f"deadlock: {'; '.join(waits)}")
 
@@ -160,7 +160,7 @@ class _Run:
         held: the actions of each rank as a set, where any has a backward in halves.
         ended: the end of each action, by rank; of EVERYONE, when all have reached a REDUCE.
         ready: when ranks are ready to start the actions that they start together, by rank.
-        waiting: the ranks that wait for a mark.
+        waiting: the ranks that wait for a condition.
         runnable: the ranks that may continue.
         reached: when replicas have reached a REDUCE.
     """
@@ -173,33 +173,35 @@ class _Run:
     held: dict[int, set[Action]]
     ended: dict[int, dict[Action, float]]
     ready: dict[int, dict[Action, float]]
-    waiting: dict[Mark, list[int]] = field(default_factory=dict)
+    waiting: dict[Condition, list[int]] = field(default_factory=dict)
     events: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
     runnable: deque[int] = field(default_factory=deque)
     reached: dict[Action, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def release(self, mark: Mark) -> None:
-        """Let the ranks continue that wait for a mark."""
-        self.runnable.extend(self.waiting.pop(mark, ()))
+    def release(self, condition: Condition) -> None:
+        """Let the ranks continue that wait for a condition."""
+        self.runnable.extend(self.waiting.pop(condition, ()))
 
     def end(self, rank: int, action: Action, time: float) -> None:
-        """Set the mark of an action that has ended."""
+        """Note that an action has ended."""
         self.ended[rank][action] = time
         if self.waiting:
-            self.release(Mark(rank, action))
+            self.release(Condition(rank, action))
         if action.kind == "REDUCE":
             self.reached[action].append(time)
             if len(self.reached[action]) == len(self.plan.stages[action.stage].ranks):
                 self.ended[EVERYONE][action] = max(self.reached[action])
-                self.release(Mark(EVERYONE, action))
+                self.release(Condition(EVERYONE, action))
 
-    def missing(self, mark: Mark) -> Mark:
-        """Return a mark of one rank that is not set, for a mark that is not set."""
-        if mark.rank != EVERYONE:
-            return mark
-        ranks = self.plan.stages[mark.action.stage].ranks
+    def missing(self, condition: Condition) -> Condition:
+        """Return a condition of one rank that is not met, for any that is not met."""
+        if condition.rank != EVERYONE:
+            return condition
+        ranks = self.plan.stages[condition.action.stage].ranks
         return next(
-            Mark(rank, mark.action) for rank in ranks if mark.action not in self.ended[rank]
+            Condition(rank, condition.action)
+            for rank in ranks
+            if condition.action not in self.ended[rank]
         )
 
 
@@ -211,7 +213,7 @@ def simulate(
     *,
     rendezvous: bool = False,
     synchronised: Set[int] = frozenset(),
-) -> Timeline:
+) -> Simulation:
     """Simulate a schedule.
 
     Args:
@@ -229,12 +231,12 @@ def simulate(
     run.runnable.extend(sorted(schedule))
     clock = dict.fromkeys(schedule, 0.0)
     position = dict.fromkeys(schedule, 0)
-    stuck: dict[int, tuple[Action, Mark]] = {}
+    stuck: dict[int, tuple[Action, Condition]] = {}
     while run.runnable:
         stuck.pop(rank := run.runnable.popleft(), None)
         for action in islice(schedule[rank], position[rank], None):
             start = _start(run, rank, action, clock[rank])
-            if isinstance(start, Mark):
+            if isinstance(start, Condition):
                 stuck[rank] = action, start
                 run.waiting.setdefault(start, []).append(rank)
                 break
@@ -242,28 +244,31 @@ def simulate(
             position[rank] += 1
     if stuck:
         raise Deadlock(
-            {rank: (action, run.missing(mark)) for rank, (action, mark) in sorted(stuck.items())}
+            {
+                rank: (action, run.missing(condition))
+                for rank, (action, condition) in sorted(stuck.items())
+            }
         )
-    return Timeline(tuple(event for rank in sorted(schedule) for event in run.events[rank]))
+    return Simulation(tuple(event for rank in sorted(schedule) for event in run.events[rank]))
 
 
-def _start(run: _Run, rank: int, action: Action, now: float) -> float | Mark:
-    """Return the time at which an action can start, or the first mark that is not set yet."""
+def _start(run: _Run, rank: int, action: Action, now: float) -> float | Condition:
+    """Return the time at which an action can start, or the first condition that is not met yet."""
     for other, needed, delay in _needs(run, rank, action):
         end = run.ended[other].get(needed)
         if end is None:
-            return Mark(other, needed)
+            return Condition(other, needed)
         if end + delay > now:
             now = end + delay
     if action.stage not in run.synchronised or action.kind not in ("F", "B"):
         return now
     if action not in run.ready[rank]:
         run.ready[rank][action] = now
-        run.release(Mark(rank, action, is_start=True))
+        run.release(Condition(rank, action, is_start=True))
     for other in run.plan.stages[action.stage].ranks:
         ready = run.ready[other].get(action)
         if ready is None:
-            return Mark(other, action, is_start=True)
+            return Condition(other, action, is_start=True)
         now = max(now, ready)
     return now
 

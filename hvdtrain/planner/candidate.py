@@ -13,7 +13,7 @@ from hvdtrain.plan.actions import Action, Schedule
 from hvdtrain.plan.cut import Cut, cut, sample_counts
 from hvdtrain.plan.plan import Plan, labels
 from hvdtrain.plan.schedule import training_step
-from hvdtrain.plan.simulate import Costs, Timeline, simulate
+from hvdtrain.plan.simulate import Costs, Simulation, simulate
 from hvdtrain.plan.trace import draw
 from hvdtrain.plan.validate import validate
 from hvdtrain.planner.cost import (
@@ -54,7 +54,7 @@ class Overview:
     optimizer: str
     recomputed: Collection[str]
     schedule: Schedule
-    timeline: Timeline
+    timeline: Simulation
     unit: str
     remarks: tuple[str, ...] = ()
 

@@ -20,7 +20,7 @@ from hvdtrain.options.planrequest import Chosen
 from hvdtrain.parallel.stage import AUTOCAST
 from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import Plan, replicated
-from hvdtrain.plan.recompute import reason_against_split_backward
+from hvdtrain.plan.planfile import reason_against_split_backward
 from hvdtrain.planner import clusters, profilefile
 from hvdtrain.planner.agreement import EXACT, agreement_of, rank_bytes, size, typical_coding
 from hvdtrain.planner.candidate import play

@@ -11,7 +11,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.models.costs import ComponentCost
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import Images, StageModel
-from hvdtrain.plan.recompute import recomputed_components
+from hvdtrain.plan.planfile import recomputed_components
 from hvdtrain.planner.agreement import NONE
 from hvdtrain.planner.probe import Start, Tools
 from hvdtrain.planner.profilefile import model_words, precision_words

@@ -132,7 +132,7 @@ def _record(run: Run, final: dict[str, Any]) -> None:
 def _measure(run: Run) -> dict[str, float]:
     """Evaluate on the hold-out, if there is one, and on the test split. Collective."""
     session = run.session
-    clock = Stopwatch(run.progress, "evaluation_seconds", session.device.dilation)
+    clock = Stopwatch(run.progress, "evaluation_seconds", session.device)
     held = evaluate(run, "train", session.held_rows) if len(session.held_rows) else {}
     tested = evaluate(run, "test", np.arange(session.index.splits["test"].count))
     clock.count()

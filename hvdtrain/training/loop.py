@@ -188,7 +188,7 @@ def _train_epoch(run: Run) -> None:
 def _change_plan(run: Run) -> None:
     """Migrate to the plan that rank 0 has chosen. Collective; no agreement is under way."""
     assert run.adapter is not None
-    clock = Stopwatch(run.progress, "train_seconds", run.session.device.dilation)
+    clock = Stopwatch(run.progress, "train_seconds", run.session.device)
     with run.activity.doing("changing the plan"):
         decision = run.adapter.change()
     clock.count()  # a migration has to pay for its own time
@@ -221,7 +221,7 @@ def _train_under_plan(run: Run) -> None:
         session.timeline.align()
     epoch, offset = order.locate(progress.position, length)
     run.step_ended = None
-    clock = Stopwatch(progress, "train_seconds", session.device.dilation)
+    clock = Stopwatch(progress, "train_seconds", session.device)
     rows = order.training_order(session.index, session.train_rows, config.seed, epoch)
     last = config.total_samples(length) - epoch * length
     slices = [

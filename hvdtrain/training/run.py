@@ -138,7 +138,7 @@ class Run:
     def count(self, outcomes: Iterable[StepOutcome]) -> None:
         """Count the seconds of steps that are over on the device."""
         for outcome in outcomes:
-            self.progress.count(outcome.spent, self.session.device.dilation)
+            self.progress.count(outcome.spent, self.session.device)
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Write the records to the disk.
@@ -204,7 +204,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
         listener = failure.Listener(config.on_alert, str(folder.path))
         called = followers(callbacks, config.callback or (), world, listener)
         journal = Journal(config, folder, console, records, called)
-        clock = Stopwatch(progress, "seconds", session.device.dilation)
+        clock = Stopwatch(progress, "seconds", session.device)
         return Run(
             session=session,
             stop=stop,

@@ -81,8 +81,8 @@ class StepLog:
         now, run = self.window[-1].posted_at, self.run
         if run.journal.records is not None:
             vitals = np.stack([agreed.vitals for agreed in self.window])
-            dilation = run.session.device.dilation
-            vitals[..., :SECONDS] /= dilation
+            seconds = run.session.device.seconds
+            vitals[..., :SECONDS] = seconds(vitals[..., :SECONDS])
             ranks = as_lists(vitals)
             run.journal.event(
                 "step",
@@ -91,7 +91,7 @@ class StepLog:
                 position=self.position,
                 loss=loss if good else None,
                 lr=self.rate,
-                images_per_second=samples * dilation / (now - self.window_start),
+                images_per_second=samples / seconds(now - self.window_start),
                 slowest_rank=int(np.argmax(np.array(ranks["own_seconds"], float))),
                 slowest_step_seconds=float(vitals[..., 0].max()),
                 ranks=ranks,

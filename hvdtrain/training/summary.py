@@ -99,7 +99,7 @@ def summarise(run: Run, startup: Mapping[str, float]) -> dict[str, Any]:
         "energy": _energy(run),
         "machine": machine(session.device.accelerator, session.world.threads),
         "versions": versions(session.libraries),
-        **_emulated(run),
+        **_modelled(run),
     }
 
 
@@ -161,16 +161,14 @@ def _energy(run: Run) -> list[dict[str, object]]:
     return [one for one in run.session.world.gather(counted) if one is not None]
 
 
-def _emulated(run: Run) -> dict[str, Any]:
-    """Return what there is to say of an emulation, under its key. Collective."""
+def _modelled(run: Run) -> dict[str, Any]:
+    """Return what there is to say of a modelled device. Collective."""
     now, before = run.progress, run.before
     busy_seconds = (now.train_seconds - now.exposed_seconds - now.bubble_seconds) - (
         before.train_seconds - before.exposed_seconds - before.bubble_seconds
     )
-    emulated = run.session.emulated(
-        now.train_seconds / max(1, now.step), now.step - before.step, busy_seconds
-    )
-    return {"emulated": emulated} if emulated else {}
+    steps = now.step - before.step
+    return run.session.device.report(now.train_seconds / max(1, now.step), steps, busy_seconds)
 
 
 def _agreement(run: Run) -> dict[str, Any]:

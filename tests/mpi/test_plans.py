@@ -14,7 +14,7 @@ import pytest
 from hvdtrain.check.parity import Parity
 from hvdtrain.check.plan import check_plan
 from hvdtrain.config import TrainConfig
-from hvdtrain.emulate import world as emulated_world
+from hvdtrain.engine import machine
 from hvdtrain.options.deviceoptions import Precision
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.world import World
@@ -46,7 +46,7 @@ def parity_of(world: World, plan: str, model: str, **settings: Any) -> Parity:
     sizes = (config.batch_size, -(-2 * config.batch_size // 3))[:batches]  # a batch and a tail
     with pytest.MonkeyPatch.context() as patch:
         if synchronous:
-            patch.setattr(emulated_world, "Exchange", partial(Exchange, synchronous=True))
+            patch.setattr(machine, "Exchange", partial(Exchange, synchronous=True))
         return check_plan(config, components, made, size, CLASSES, world, sizes)
 
 

@@ -8,7 +8,7 @@ import torch
 from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
 from hvdtrain.device import check_horovod_on, is_gpu
-from hvdtrain.emulate.world import emulation_of
+from hvdtrain.engine.machine import machine_of
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncoptions import Library
 from hvdtrain.options.syncrequest import (
@@ -97,8 +97,7 @@ def _operations(
     library: Library, ranks: tuple[int, ...], world: World, stage: int, purpose: str
 ) -> Collectives:
     operations = collectives_of(library, ranks, world.rank, f"stage{stage}.{purpose}")
-    emulation = emulation_of(world)
-    return operations if emulation is None else emulation.collectives(operations, ranks)
+    return machine_of(world).collectives(operations, ranks)
 
 
 def _start_horovod(

@@ -16,6 +16,7 @@ from hvdtrain.data.index import TargetForm
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models import REGISTRY
 from hvdtrain.models.component import IMAGE_CHANNELS, Component
+from hvdtrain.models.costs import CountedComponent
 from hvdtrain.models.losses import check_loss
 from hvdtrain.models.shapes import (
     Boundary,
@@ -80,21 +81,22 @@ def input_boundaries(
                 "use --loss mse, l1, pixel-cross-entropy or one of your own"
             )
     dtype = DTYPES[config.precision]
-    device = _device(config, image_size)
+    device = _device(config, components, image_size)
     emitted = boundaries(components, image_size, classes=classes, dtype=dtype, device=device)
     if classes is None:
         check_loss(config, emitted[-1], form)
     return [Boundary((2, IMAGE_CHANNELS, image_size, image_size), dtype), *emitted[:-1]]
 
 
-def _device(config: TrainConfig, image_size: int) -> str:
+def _device(config: TrainConfig, components: Sequence[Component], image_size: int) -> str:
     """Return where components run for their shapes.
 
-    The meta device for any model of a user, for an emulated one, which would sleep, and for images
-    so large that computing takes longer than what it loads.
+    The meta device for any model of a user, for one that stands for another and may take its time,
+    and for images so large that computing takes longer than what it loads.
     """
     is_quick = config.model in REGISTRY and image_size <= LARGEST_QUICK_IMAGE
-    return "cpu" if is_quick and config.emulate is None else "meta"
+    is_real = not any(isinstance(part, CountedComponent) for part in components)
+    return "cpu" if is_quick and is_real else "meta"
 
 
 def check_sizes(
@@ -107,7 +109,7 @@ def check_sizes(
     """Check batches of these sizes as `check_batches` does."""
     for size in sizes:
         prove(plan, size, config.batch_norm == "sync")
-    device = _device(config, inputs[0].shape[-1])
+    device = _device(config, components, inputs[0].shape[-1])
     forms = {component.name: form for component, form in zip(components, inputs, strict=True)}
     modules = {
         part.name: _module(part, forms[part.name], DTYPES[config.precision], device)

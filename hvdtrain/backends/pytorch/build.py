@@ -17,7 +17,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from hvdtrain import device as devices
 from hvdtrain.backends.pytorch.parts import build_parts, probe_forms
 from hvdtrain.config import TrainConfig
-from hvdtrain.emulate.world import exchange_of
+from hvdtrain.engine.machine import machine_of
 from hvdtrain.errors import UsageError
 from hvdtrain.health.failure import patience, stalled
 from hvdtrain.host.activity import Activity
@@ -33,7 +33,7 @@ from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, ComponentClock, Images, Part, StageModel
 from hvdtrain.parallel.step import UpdateRule
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.recompute import recomputed_components
+from hvdtrain.plan.planfile import recomputed_components
 from hvdtrain.sync.states import bytes_of
 from hvdtrain.world import World, notes
 
@@ -58,7 +58,7 @@ def build_runtime(
     device = images.device
     exchange = before.exchange if before else None
     if exchange is None and world.communicator is not None:
-        exchange = exchange_of(world, device)
+        exchange = machine_of(world).exchange(world, device)
     parts = build_parts(config, plan, components, world, exchange, device)
     _make_ready(config, plan, parts, world, device)
     forms = probe_forms(plan, parts, image_size, config, world, device)

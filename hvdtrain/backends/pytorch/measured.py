@@ -9,8 +9,7 @@ import torch
 from hvdtrain.backends.pytorch.parts import build_model, stage_optimizer
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import TargetForm
-from hvdtrain.emulate.start import tools_of
-from hvdtrain.emulate.world import exchange_of
+from hvdtrain.engine.machine import machine_of
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import component_costs
 from hvdtrain.models.losses import loss_of
@@ -42,11 +41,11 @@ class TorchParts:
 
     def exchange(self, world: World) -> Exchange:
         """Return the transfers between ranks. Collective."""
-        return exchange_of(world, self.device, scale=1.0)
+        return machine_of(world).whole_exchange(world, self.device)
 
     def tools(self, start: Start, world: World) -> Tools:
         """Return the operations whose times are measured."""
-        return tools_of(start, world, self.device)
+        return machine_of(world).tools(start, world, self.device)
 
 
 def subject_of(

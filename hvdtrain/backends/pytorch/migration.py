@@ -14,7 +14,7 @@ from hvdtrain.backends.pytorch.state import TorchState, named_state, put_arrays,
 from hvdtrain.checkpoint.store import EXTRA
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shards import Index
-from hvdtrain.emulate.world import emulation_of
+from hvdtrain.engine.machine import machine_of
 from hvdtrain.engine.session import Migration, StepTimes
 from hvdtrain.models import extrastate
 from hvdtrain.models.component import Component
@@ -62,8 +62,7 @@ class TorchMigration(Migration):
                 state.world,
             )
             self.faults.renew()
-            if (emulation := emulation_of(state.world)) is not None:
-                emulation.move(state.plan, plan)
+            machine_of(state.world).migrated(state.plan, plan)
         state.plan = plan
 
     @override

@@ -21,7 +21,7 @@ from hvdtrain.parallel.boundary import Form, to_channels_last
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.recompute import recomputed_components
+from hvdtrain.plan.planfile import recomputed_components
 from hvdtrain.sync.apart import Trained
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients

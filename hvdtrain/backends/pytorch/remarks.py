@@ -13,8 +13,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Samples
-from hvdtrain.emulate.world import emulation_of
 from hvdtrain.engine.feed import Normalisation
+from hvdtrain.engine.machine import machine_of
 from hvdtrain.models.component import Component
 from hvdtrain.options.deviceoptions import AUTO_PRECISION
 from hvdtrain.options.syncrequest import Server
@@ -53,12 +53,11 @@ def remarks_of(
     config, world = trial.config, trial.world
     has_sums = not isinstance(config.sync_request, Server)
     sums = engine.remarks(config.reduce_with, world) if has_sums else []
-    choice = chosen.remarks if chosen else ()
-    if (emulation := emulation_of(world)) is not None:
-        choice = (*emulation.remarks(plan, chosen is not None), *choice)
-    slow = (
-        "" if emulation or world.rank else precision_remark(config.precision, trial.images.device)
-    )
+    machine = machine_of(world)
+    choice = (*machine.remarks(plan, chosen is not None), *(chosen.remarks if chosen else ()))
+    slow = ""
+    if world.rank == 0 and not machine.is_modelled:
+        slow = precision_remark(config.precision, trial.images.device)
     return (*sums, *agreement_remarks(config, plan), *choice, *filter(None, [verified, slow]))
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -22,11 +21,9 @@ from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.data.order import Rows
 from hvdtrain.data.views import views
 from hvdtrain.device import Mark
-from hvdtrain.emulate.world import emulation_of
 from hvdtrain.engine.feed import Feed, step_seed, take_rows
 from hvdtrain.engine.progress import slow_share
 from hvdtrain.engine.session import (
-    Device,
     Faults,
     PendingStep,
     Session,
@@ -47,20 +44,6 @@ from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.marks import StepMarks
 from hvdtrain.plan.program import Program
-
-
-def device_of(device: torch.device) -> Device:
-    """Return the description of a CPU, or of one GPU."""
-    loss_delay = int(devices.is_queued(device))
-    if not devices.is_gpu(device):
-        return Device(loss_delay=loss_delay)
-    return Device(
-        kind="cuda",
-        accelerator=devices.gpu_name(device),
-        loss_delay=loss_delay,
-        memory_bytes=lambda: float(devices.allocated_bytes(device)),
-        peak_memory_bytes=lambda: devices.peak_bytes(device),
-    )
 
 
 def _outcome(
@@ -292,14 +275,6 @@ class TorchSession(Session):
             for part in self.state.parts.values():
                 part.meetings.after_step(step)
         return started, devices.mark(self.runtime.device)
-
-    @override
-    def emulated(self, step_seconds: float, steps: int, busy_seconds: float) -> dict[str, object]:
-        emulation = emulation_of(self.world)
-        if emulation is None:
-            return {}
-        overheads = self.world.gather(emulation.overhead_seconds(steps, busy_seconds))
-        return emulation.report(self.plan, step_seconds, float(np.mean(overheads)))
 
     @override
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> list[float]:

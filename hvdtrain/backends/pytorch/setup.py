@@ -19,7 +19,6 @@ from hvdtrain.backends.pytorch.session import (
     TorchFaults,
     TorchSession,
     TorchTimeline,
-    device_of,
 )
 from hvdtrain.backends.pytorch.state import TorchState, check_savable
 from hvdtrain.backends.pytorch.whitening import whitened
@@ -29,7 +28,6 @@ from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Samples
 from hvdtrain.device import choose_algorithms, choose_device, forget_peak
-from hvdtrain.emulate.world import emulation_of
 from hvdtrain.engine.dataset import as_modelled, shared_index
 from hvdtrain.engine.feed import (
     Normalisation,
@@ -39,9 +37,10 @@ from hvdtrain.engine.feed import (
     open_splits,
     staged,
 )
+from hvdtrain.engine.machine import machine_of
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
-from hvdtrain.models.component import Component, parameter_count, tensor_shapes
+from hvdtrain.models.component import Component, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.models.shapes import Boundary
 from hvdtrain.options.planrequest import ADAPTIVE, AUTO
@@ -49,7 +48,7 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.recompute import reason_against_split_backward
+from hvdtrain.plan.planfile import reason_against_split_backward
 from hvdtrain.world import World, allow_new_groups
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def open_session(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
     normal = normalisation(config.normalise, index, train_rows, world)
-    if config.whiten and config.emulate is None:
+    if config.whiten and not machine_of(world).is_modelled:
         components = whitened(config, components, index, train_rows, normal, world)
     mark("data")
     plan = _agreed_plan(config, components, index, len(train_rows), world)
@@ -127,7 +126,7 @@ def _emulated(
     config: TrainConfig, components: list[Component], index: Index, world: World
 ) -> tuple[TrainConfig, list[Component], World]:
     """Return what the run of an emulated machine has in place of these. Collective."""
-    from hvdtrain.emulate.start import emulate  # loads the planner
+    from hvdtrain.emulate.emulation import emulate  # loads the planner
 
     def plan_of(parts: Sequence[Component]) -> Plan:
         return make_plan(config, parts, index.image_shape[0], world.size)
@@ -150,7 +149,7 @@ def _opened(
     stages = set(plan.stages_of(world.rank))
     at_an_end = not stages.isdisjoint({0, plan.last})
     splits = open_splits(index, world, at_an_end or config.plan_request == ADAPTIVE)
-    if config.emulate is None and 0 in stages:
+    if 0 in stages and not machine_of(world).is_modelled:
         images.resident = resident_images(
             config, splits["train"], images.device, mean, world.local_size
         )
@@ -172,21 +171,19 @@ def _built(
         config=config,
         world=world,
     )
-    times, faults, emulation = Times(state), TorchFaults(state), emulation_of(world)
-    if emulation is None:
-        device, parameters = device_of(trial.images.device), parameter_count(components)
-    else:
-        device = emulation.start(runtime.observer.activity, lambda: state.plan)
-        parameters = emulation.parameters
+    times, faults, machine = Times(state), TorchFaults(state), machine_of(world)
+    activity = runtime.observer.activity
+    device = machine.device(trial.images.device, world, activity, lambda: state.plan)
+    predicted = chosen.predicted_seconds if chosen else None  # real ones
     return TorchSession(
         config=config,
         world=world,
-        activity=runtime.observer.activity,
+        activity=activity,
         device=device,
         state=state,
         times=times,
         faults=faults,
-        parameters=parameters,
+        parameters=machine.parameters(components),
         index=index,
         normalisation=trial.normalisation,
         train_rows=trial.rows,
@@ -194,7 +191,7 @@ def _built(
         splits=trial.splits,
         is_resident=trial.images.resident is not None,
         remarks=remarks_of(trial, plan, chosen, verified),
-        predicted_seconds=_predicted_seconds(chosen, device.dilation),
+        predicted_seconds=None if predicted is None else device.seconds(predicted),
         predicted_bytes=chosen.predicted_bytes if chosen else None,
         migration=TorchMigration(
             question=chosen.question if chosen else None,
@@ -206,7 +203,7 @@ def _built(
             index=index,
             epoch_length=len(trial.rows),
         ),
-        timeline=TorchTimeline(state, runtime.observer.activity),
+        timeline=TorchTimeline(state, activity),
     )
 
 
@@ -289,12 +286,6 @@ def _agreed_plan(
             check_target(config.trace, "--trace")
     agreed: Plan | None = world.broadcast(plan)
     return agreed
-
-
-def _predicted_seconds(chosen: "Choice | None", dilation: float) -> float | None:
-    """Return the predicted seconds per step on the device, which the planner has in real ones."""
-    predicted = chosen.predicted_seconds if chosen else None
-    return None if predicted is None else predicted / dilation
 
 
 def make_plan(

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 
 from hvdtrain.plan import passes, schedule
-from hvdtrain.plan.actions import Schedule, ScheduleError, from_text, to_text
+from hvdtrain.plan.actions import Schedule, ScheduleError
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.plan import Plan
 from tests.pure.parallel.plans import Case, a_plan, cases
+from tests.pure.plan.forms import from_text, to_text
 
 TWO = a_plan((0,), (1,), microbatches=2)
 
@@ -76,7 +77,7 @@ def test_gradients_are_reduced_once_complete_and_sent_on_before_that() -> None:
 
 
 def test_a_rank_updates_its_stages_after_all_else() -> None:
-    assert lines(passes.add_steps(from_text("0: 2F0 0F0\n1: 1F0"))) == [
+    assert lines(passes.add_updates(from_text("0: 2F0 0F0\n1: 1F0"))) == [
         "0: 2F0 0F0 0STEP 2STEP",
         "1: 1F0 1STEP",
     ]

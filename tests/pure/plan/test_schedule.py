@@ -6,26 +6,15 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from hvdtrain.errors import UsageError
 from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import (
-    Action,
-    from_csv,
-    from_text,
-    last_backward,
-    parse_action,
-    peers,
-    tag,
-    to_csv,
-    to_text,
-)
+from hvdtrain.plan.actions import Action, last_backward, peers, tag
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import SCHEDULES, Plan
 from hvdtrain.plan.simulate import simulate, unit_costs
 from hvdtrain.plan.trace import draw
 from tests.pure.parallel.plans import Case, a_pipeline, a_plan, cases, plans
+from tests.pure.plan.forms import from_text, to_text
 
 GOLDEN = Path(__file__).parent / "golden"
 # To regenerate: .venv/bin/python -m tests.pure.plan.test_schedule
@@ -213,40 +202,6 @@ def test_evaluation_is_forward_only_and_complete(case: Case) -> None:
 def test_evaluation_of_one_stage_loads_and_goes_forward() -> None:
     plan = a_plan((0,), microbatches=2)
     assert words(schedule.evaluation(plan, cut(plan, 2))[0]) == "0LOAD0 0F0 0LOAD1 0F1"
-
-
-@given(cases)
-@settings(max_examples=50, deadline=None)
-def test_schedules_read_back_from_text_and_csv(case: Case) -> None:
-    plan, batch_size = case
-    steps = schedule.training_step(plan, cut(plan, batch_size))
-    assert from_text(to_text(steps)) == steps
-    assert from_csv(to_csv(steps)) == steps
-
-
-@given(
-    st.integers(0, 99), st.sampled_from(["F", "I", "SEND_B", "RECV_F", "LOAD"]), st.integers(0, 99)
-)
-def test_every_action_reads_back_from_its_printed_form(stage: int, kind: str, k: int) -> None:
-    for action in Action(stage, kind, k), Action(stage, "REDUCE"), Action(stage, "STEP"):
-        assert parse_action(str(action)) == action
-
-
-@pytest.mark.parametrize(
-    "text", ["", "F0", "0F", "0REDUCE1", "0X1", "0f1", " 0F1", "0SEND1", "-1F0", "0F0 "]
-)
-def test_what_is_no_action_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is not an action"):
-        parse_action(text)
-
-
-def test_a_malformed_schedule_is_refused_with_the_reason() -> None:
-    with pytest.raises(UsageError, match="'0G0' is not an action"):
-        from_text("0: 0F0 0G0")
-    with pytest.raises(UsageError, match="has two lines of rank 1"):
-        from_csv("1,0F0\n\n1,0B0\n")
-    with pytest.raises(UsageError, match="starts with '0F0': start it with the rank"):
-        from_csv("0F0,0B0\n")
 
 
 def test_gradients_are_complete_after_the_last_backward_or_weight_half() -> None:

@@ -7,23 +7,24 @@ import pytest
 from hypothesis import given, settings
 
 from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import Action, from_text
+from hvdtrain.plan.actions import Action
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.simulate import (
     Costs,
     Deadlock,
-    Timeline,
+    Simulation,
     simulate,
     unit_costs,
 )
 from hvdtrain.plan.trace import Event
 from tests.pure.parallel.plans import Case, a_pipeline, a_plan, cases
+from tests.pure.plan.forms import from_text
 
 SIZES = [*product((1, 2, 3, 4, 6), (1, 2, 3, 4, 5, 8, 13))]
 
 
-def run(plan: Plan, costs: Costs | None = None, batch_size: int = 48) -> Timeline:
+def run(plan: Plan, costs: Costs | None = None, batch_size: int = 48) -> Simulation:
     made = cut(plan, batch_size)
     return simulate(schedule.training_step(plan, made), plan, made, costs or unit_costs())
 
@@ -153,7 +154,7 @@ def test_the_peak_weighs_activations_of_several_stages_at_once() -> None:
 
 
 def test_a_timeline_of_nothing_took_no_time() -> None:
-    assert (Timeline(()).seconds, Timeline(()).bubble_fraction) == (0.0, 0.0)
+    assert (Simulation(()).seconds, Simulation(()).bubble_fraction) == (0.0, 0.0)
 
 
 @settings(max_examples=100, deadline=None)

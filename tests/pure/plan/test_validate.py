@@ -5,11 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import PER_STAGE, Schedule, ScheduleError, from_text, to_text
+from hvdtrain.plan.actions import Schedule, ScheduleError
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.validate import grid, validate
 from tests.pure.parallel.plans import Case, a_pipeline, a_plan, cases
+from tests.pure.plan.forms import from_text, to_text
 
 TWO = a_pipeline("1f1b", 2, 2)
 STEP = """\
@@ -173,7 +174,7 @@ def test_whatever_is_dropped_or_done_twice_is_found(case: Case, data: st.DataObj
 def test_a_wrong_micro_batch_is_found(case: Case, data: st.DataObject) -> None:
     steps, plan, made = made_for(case)
     rank = data.draw(st.sampled_from(plan.ranks))
-    numbered = [i for i, a in enumerate(steps[rank]) if a.kind not in PER_STAGE]
+    numbered = [i for i, a in enumerate(steps[rank]) if a.microbatch is not None]
     index = data.draw(st.sampled_from(numbered))
     action = steps[rank][index]
     other = data.draw(st.integers(0, made.microbatches).filter(lambda k: k != action.microbatch))

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import build_component, build_for_shapes
-from hvdtrain.models.cutting import cut
+from hvdtrain.models.ready import cut
 from tests.single.models.conftest import images_and_labels, largest_difference
 
 SIZE, CLASSES = 8, 5

@@ -10,8 +10,8 @@ import pytest
 
 from hvdtrain.checkpoint import store
 from hvdtrain.launch import mpirun
-from hvdtrain.plan.actions import from_csv
 from tests.conftest import Program
+from tests.pure.plan.forms import from_csv
 from tests.single.training.jobs import SOON_SECONDS, begin, events_of, ranks_of, summary_of
 
 HERE = "tests.single.training.plan_models"
