@@ -139,7 +139,7 @@ class Emulation:
             actions = max(
                 len(done)
                 + sum(len(plan.stages[a.stage].components) for a in done if a.kind in COMPUTE)
-                for done in candidate.overview.schedule.values()
+                for done in candidate.schedule.values()
             )
         sharing = max(1.0, ranks / len(os.sched_getaffinity(0)))
         overhead = STEP_SECONDS + sharing * (SHARED_STEP_SECONDS + ACTION_SECONDS * actions)

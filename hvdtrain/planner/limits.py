@@ -59,7 +59,7 @@ def ways_out(question: Question, plan: Plan, limits: Sequence[float]) -> list[st
     fewest = plan.microbatches
     while (number := 2 * fewest) <= min(question.batch_size, MOST_MICROBATCHES):
         tried = play(question, replace(plan, microbatches=number), "")
-        if tried.overview.cut.microbatches < number:
+        if tried.cut.microbatches < number:
             break
         fewest = number
         if not tried.shortage(limits):

@@ -72,8 +72,8 @@ class Solution:
 def _why_slower(chosen: Candidate, other: Candidate) -> str:
     """Return why another plan is slower."""
     more = other.seconds / chosen.seconds - 1
-    bubble = other.overview.timeline.bubble_fraction
-    best = chosen.overview.timeline.bubble_fraction
+    bubble = other.timeline.bubble_fraction
+    best = chosen.timeline.bubble_fraction
     if abs(more) < 0.0005:
         return "as fast"
     if more < 0:
