@@ -21,9 +21,8 @@ from hvdtrain.host import files
 from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.planner.candidate import play
-from hvdtrain.planner.clusters import Cluster, load, question_of
+from hvdtrain.planner.clusters import DEVICES, LINKS, Cluster, Event, load, question_of
 from hvdtrain.planner.cost import Question
-from hvdtrain.planner.events import DEVICES, LINKS, Event
 from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.planner.strategies import EPOCHS, IMAGES, PREDICTED, five_columns, pipelines, shape
 from hvdtrain.study.paper_b import plans
