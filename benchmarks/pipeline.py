@@ -27,6 +27,7 @@ from typing import Any
 import common
 import exchange
 import torch
+from actiontimes import Table, measured_costs, profile_parts
 from comparison import add_row, compare, figure, ratio
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
@@ -47,7 +48,6 @@ from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import program
 from hvdtrain.plan.simulate import Simulation, simulate
-from hvdtrain.planner.actiontimes import Table, measured_costs, profile_parts
 from hvdtrain.world import World
 
 RANKS, CLASSES, SIZE, SEED = 2, 10, 32, 0

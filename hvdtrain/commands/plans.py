@@ -18,10 +18,11 @@ def plan_show(arguments: Sequence[str], **values: Any) -> int:
     config = PlanConfig(**values)
     description = show.show(config)
     if config.picture is not None:
+        assert description.plan is not None
         from hvdtrain.study.planplots import draw_strategies
 
         draw_strategies(description.plan, Path(config.picture))
-    print(as_json(description.as_json()) if values["json"] else description.as_text())
+    print(as_json(description.content) if config.json else description.text)
     return 0
 
 
@@ -29,15 +30,10 @@ def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
     """Simulate a plan for a model with times measured on this machine."""
     in_one_process("plan simulate")
     from hvdtrain.check import show
-    from hvdtrain.planner.sweep import Sweep
 
     config = PlanConfig(**values)
-    simulation = show.simulate(config)
-    if config.picture is not None and isinstance(simulation, Sweep):
-        from hvdtrain.study.planplots import draw_sweep
-
-        draw_sweep(simulation, Path(config.picture))
-    print(as_json(simulation.as_json()) if values["json"] else simulation.as_text())
+    description = show.simulate(config)
+    print(as_json(description.content) if config.json else description.text)
     return 0
 
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from hvdtrain.planner.clusters import Cluster, ClusterNetwork
-from hvdtrain.planner.events import DEVICES, Event, slowdown
+from hvdtrain.planner.clusters import DEVICES, Cluster, ClusterNetwork, Event, slowdown
 from hvdtrain.planner.network import Network
 
 

@@ -142,14 +142,14 @@ class Emulation(Machine):
 
         def report(step_seconds: float, steps: int, busy_seconds: float) -> dict[str, Any]:
             # The runtime itself takes real seconds, which do not shrink with the dilation.
-            own = (self.clock.dilation * busy_seconds - self.clock.slept) / max(1, steps)
+            overhead = (self.clock.dilation * busy_seconds - self.clock.slept) / max(1, steps)
             return {
                 "emulated": {
                     "cluster": self.name,
                     "dilation": self.clock.dilation,
                     "step_seconds": step_seconds,
                     "simulated_step_seconds": self.predicted(plan()).seconds,
-                    "overhead_seconds_per_step": float(np.mean(world.gather(own))),
+                    "overhead_seconds_per_step": float(np.mean(world.gather(overhead))),
                     "remark": REMARK,
                 }
             }
@@ -198,7 +198,7 @@ class Emulation(Machine):
             actions = max(
                 len(done)
                 + sum(len(plan.stages[a.stage].components) for a in done if a.kind in COMPUTE)
-                for done in candidate.overview.schedule.values()
+                for done in candidate.schedule.values()
             )
         sharing = max(1.0, ranks / len(os.sched_getaffinity(0)))
         overhead = STEP_SECONDS + sharing * (SHARED_STEP_SECONDS + ACTION_SECONDS * actions)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, moves
-from hvdtrain.planner.candidate import play
+from hvdtrain.planner.candidate import WORK, play
 from hvdtrain.planner.cost import Question, stage_seconds
 from hvdtrain.planner.memory import held_memory
 from hvdtrain.planner.network import MeasuredNetwork
@@ -170,14 +170,14 @@ def calibrated(
     # A rank that computes next to nothing only shows the overhead of a step.
     factors = [
         measured / expected if expected > LITTLE * predicted.seconds else 1.0
-        for measured, expected in zip(own_seconds, predicted.own_seconds, strict=True)
+        for measured, expected in zip(own_seconds, predicted.spent_on(WORK), strict=True)
     ]
     scaled = replace(question, known=replace(known, profile=known.profile.scaled(factors)))
     if step_seconds is None:
         return scaled
     again = play(scaled, plan, "")
     waited = step_seconds - max(own_seconds)
-    expected = again.seconds - max(again.own_seconds)
+    expected = again.seconds - max(again.spent_on(WORK))
     if not isinstance(known.network, MeasuredNetwork) or expected <= 0 or waited <= 0:
         return scaled
     slower = min(MOST_SLOWER, max(1 / MOST_SLOWER, waited / expected))

@@ -27,9 +27,8 @@ from hvdtrain.planner.candidate import play
 from hvdtrain.planner.chain import Disturb, Link
 from hvdtrain.planner.coding import measure_coding
 from hvdtrain.planner.cost import Known, Question
-from hvdtrain.planner.limits import planned_limits, with_margin
 from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
-from hvdtrain.planner.memory import GIB, activation_bytes, held_memory
+from hvdtrain.planner.memory import GIB, RESERVE, activation_bytes, held_memory
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.probe import (
     Disturbance,
@@ -180,7 +179,7 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
     return Question(
         replace(
             known,
-            profile=known.profile if limit is None else with_margin(known.profile),
+            profile=known.profile if limit is None else known.profile.with_margin(),
             is_synchronised=config.batch_norm == "sync",
             agreement=agreement_of(config),
         ),
@@ -188,7 +187,7 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
         config.optimizer,
         schedules=_schedules(config, [cost.name for cost in known.costs]),
         microbatches=config.microbatches,
-        limits=None if limit is None else planned_limits(limit, ranks),
+        limits=None if limit is None else ((1 - RESERVE) * limit * GIB,) * ranks,
     )
 
 

@@ -18,12 +18,12 @@ move one at a time, as long as the estimate falls.
 import copy
 import heapq
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.plan.schedule import most_in_flight
 from hvdtrain.planner.agreement import NONE
 from hvdtrain.planner.cost import Question
@@ -34,6 +34,7 @@ ALIKE = 1.2  # measurements of equal ranks differ by up to this factor on a shar
 MOST_UNITS = 16  # groups of neighbouring ranks that a division distinguishes
 MOST_PARTS = 48  # groups of neighbouring components that a division distinguishes
 MOST_ROUNDS = 20  # of moving the boundaries
+SPREAD = 1.03  # a division whose estimate exceeds the best by this factor will not win
 TOLERANCE = 1e-3  # part of an estimate: far below the error of the measurements
 EPSILON = 1e-14
 
@@ -47,8 +48,7 @@ class Run(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True)
-class Division:
+class Division(NamedTuple):
     """Runs that cover all components and all ranks, and the estimated seconds per step."""
 
     runs: tuple[Run, ...]
@@ -71,8 +71,7 @@ class Times(NamedTuple):
     flight_bytes: np.ndarray
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(NamedTuple):
     """The memory of a rank.
 
     Attributes:
@@ -136,10 +135,12 @@ def divide(
 
 
 class _Search:
-    """Dynamic programmes over all runs of components and ranks.
+    """Dynamic programmes whose state is (rank, component), from the last state to the first.
 
-    How many stages follow matters for memory only. Without a limit, one slot holds the best result
-    from a rank and a component on; with a limit, slot s holds the best result in s stages.
+    The value of a state is the best result of dividing the components from this one on over the
+    ranks from this one on. One stage leads from a state to another one behind it in both. How many
+    stages follow matters for memory only: with a limit, states with s stages are in slot s;
+    without one, all are in slot 0.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class _Search:
                 for depth in range(1, ranks + 1)
                 for first in range(ranks - depth + 1)
             ]
-        # Best results from a rank and a component on: fp64 [slots, ranks + 1, components + 1].
+        # Values of the states: fp64 [slots, ranks + 1, components + 1].
         slots = 1 if limit is None else ranks + 1
         self.empty = np.full((slots, ranks + 1, components + 1), UNFIT)
         self.empty[0, ranks, components] = 0.0
@@ -301,13 +302,15 @@ class Tables:
 
         Row n is of n samples; that of 0 samples is not used.
         """
-        arrays, rows = self.known.profile.ranks[rank].arrays, np.arange(self.most_rows + 1)
+        times, rows = self.known.profile.ranks[rank], np.arange(self.most_rows + 1)
 
         def make() -> np.ndarray:
             forwards = 1.0 + self.known.is_recomputed
-            return self._sums(arrays.forward.of(rows) * forwards + arrays.backward.of(rows))
+            return self._sums(
+                times.arrays.forward.of(rows) * forwards + times.arrays.backward.of(rows)
+            )
 
-        return self._kept("done", id(self.known.profile.ranks[rank]), make=make)
+        return self._kept("done", id(times), make=make)
 
     def _transfers(self, sender: int, receiver: int, rows: int, message: float) -> np.ndarray:
         """Return the seconds of sending and receiving by run.
@@ -432,6 +435,34 @@ def shares_of(question: Question, ranks: tuple[int, ...], rows: int) -> tuple[in
         counts[best] += 1
         heapq.heapreplace(done_at, ((counts[best] + 1) * slowness[best], best))
     return tuple(counts)
+
+
+def divisions(
+    question: Question, schedule: str, numbers: Sequence[int], most: int
+) -> Iterator[Plan]:
+    """Yield the plans with the best estimates, at most one per number of micro-batches.
+
+    Args:
+        numbers: of micro-batches; those that are best most often first: they rule out others.
+        most: plans.
+    """
+    best: list[tuple[float, int, Division]] = []
+    tables = Tables(question, min(numbers, default=1), places_of(question))
+    for number in numbers:
+        better_than = SPREAD * min((entry[0] for entry in best), default=UNFIT)
+        division = divided(tables.with_microbatches(number), schedule, better_than)
+        if division is not None:
+            best.append((division.seconds, number, division))
+    for _, number, division in sorted(best, key=lambda entry: entry[0])[:most]:
+        if len(division.runs) < 2:
+            continue
+        stages = []
+        for run in refined_division(question, schedule, number, division).runs:
+            ranks = tuple(range(run.first, run.first + run.number))
+            shares = shares_of(question, ranks, -(-question.batch_size // number))
+            names = question.known.profile.names[run.start : run.stop]
+            stages.append(Stage(tuple(names), ranks, shares))
+        yield Plan(tuple(stages), number, schedule)
 
 
 def divided(tables: Tables, schedule: str, better_than: float) -> Division | None:

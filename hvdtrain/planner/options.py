@@ -70,24 +70,13 @@ class PlanConfig(ModelInConfig):
             metavar="FILE",
         ),
     )
-    sweep: bool = field(
-        default=False,
-        metadata=about(
-            "predict speed-up and cost on 1, 2, 4, ... up to --ranks ranks (simulate --cluster)"
-        ),
-    )
-    price: float | None = field(
-        default=None,
-        metadata=about("price of one rank for one hour, for --sweep: cost in place of rank-hours"),
-    )
     explain: bool = field(
         default=False, metadata=about("print the components, and why this plan is chosen (show)")
     )
     picture: str | None = field(
         default=None,
         metadata=about(
-            "draw as a PNG which ranks hold which component, and its label (show), or speed-up "
-            "and cost (simulate --sweep)",
+            "draw as a PNG which ranks hold which component, and its label (show)",
             metavar="FILE",
         ),
     )

@@ -189,6 +189,22 @@ class Profile:
         alike = {id(rank): rank.with_coding(coding) for rank in self.ranks}
         return Profile(tuple(alike[id(rank)] for rank in self.ranks))
 
+    def with_margin(self) -> "Profile":
+        """Return the profile with the memory of the rank that needed most, on all ranks.
+
+        All ranks run the same program, so a difference between their measurements is chance.
+        Activations count with the larger of two measured factors.
+        """
+        resident = max(rank.resident_bytes for rank in self.ranks)
+        factor = max(rank.activation_factor + rank.activation_spread for rank in self.ranks)
+        changed = {
+            id(rank): replace(
+                rank, resident_bytes=resident, activation_factor=factor, activation_spread=0.0
+            )
+            for rank in self.ranks
+        }
+        return Profile(tuple(changed[id(rank)] for rank in self.ranks))
+
     def scaled(self, factors: Sequence[float]) -> "Profile":
         """Return the profile with each rank slower by its factor."""
         pairs = zip(self.ranks, factors, strict=True)

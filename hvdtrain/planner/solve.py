@@ -6,8 +6,9 @@ number of micro-batches, and the plans that users know by name, are simulated wi
 the fastest plan that fits is chosen.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,19 +17,14 @@ from hvdtrain.host.memory import collection_paused
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Question
-from hvdtrain.planner.divide import (
-    UNFIT,
-    Division,
-    Tables,
-    divided,
-    places_of,
-    refined_division,
-    shares_of,
-)
-from hvdtrain.planner.limits import nothing_fits
+from hvdtrain.planner.divide import divisions, shares_of
+from hvdtrain.planner.memory import GIB, activation_bytes, lasting_bytes, process_bytes
+
+if TYPE_CHECKING:
+    from hvdtrain.models.costs import ComponentCost
 
 MOST_PLAYED = 3  # divisions that are simulated
-SPREAD = 1.03  # a division whose estimate exceeds the best by this factor will not win
+MOST_MICROBATCHES = 1024  # in a suggestion
 MANY = 1000  # components times ranks: above this, simulating one plan takes a second or more
 SHOWN = 5  # candidates to list beside the chosen one
 BETTER = 0.985  # a plan is preferred to a simpler one only if its time is less than this part
@@ -72,8 +68,8 @@ class Solution:
 def _why_slower(chosen: Candidate, other: Candidate) -> str:
     """Return why another plan is slower."""
     more = other.seconds / chosen.seconds - 1
-    bubble = other.overview.timeline.bubble_fraction
-    best = chosen.overview.timeline.bubble_fraction
+    bubble = other.timeline.bubble_fraction
+    best = chosen.timeline.bubble_fraction
     if abs(more) < 0.0005:
         return "as fast"
     if more < 0:
@@ -98,7 +94,7 @@ def solve(question: Question) -> Solution:
         candidate for candidate in played.values() if not candidate.shortage(question.limits)
     ]
     if not fitting:
-        raise UsageError(nothing_fits(question, list(played.values())))
+        raise UsageError(_nothing_fits(question, list(played.values())))
     ordered = sorted(fitting, key=lambda candidate: candidate.seconds)
     close = [
         candidate for candidate in fitting if BETTER * candidate.seconds <= ordered[0].seconds
@@ -132,7 +128,13 @@ def candidates(question: Question) -> Iterator[Candidate]:
     pipelines: list[Candidate] = []
     for usual in staged[:1]:
         named_plans = () if is_large(question) else _named_pipelines(question, usual)
-        pipelines = [*named_plans, *_divisions(question, usual)]
+        plans = divisions(
+            question,
+            usual,
+            _numbers_of_microbatches(question),
+            most=1 if is_large(question) else MOST_PLAYED,
+        )
+        pipelines = [*named_plans, *(play(question, plan, "divided") for plan in plans)]
     yield from pipelines
     if pipelines:
         best = min(
@@ -206,34 +208,6 @@ def _pipeline(question: Question, groups: int, stages: int, schedule: str) -> Ca
     return play(question, plan, f"{name}, {schedule}")
 
 
-def _divisions(question: Question, schedule: str) -> Iterator[Candidate]:
-    """Yield the divisions with the best estimates, at most one per number of micro-batches."""
-    divisions: list[tuple[float, int, Division]] = []
-    numbers = _numbers_of_microbatches(question)
-    tables = Tables(question, min(numbers, default=1), places_of(question))
-    for number in numbers:
-        better_than = SPREAD * min((entry[0] for entry in divisions), default=UNFIT)
-        division = divided(tables.with_microbatches(number), schedule, better_than)
-        if division is not None:
-            divisions.append((division.seconds, number, division))
-    divisions.sort(key=lambda entry: entry[0])
-    for _, number, division in divisions[: 1 if is_large(question) else MOST_PLAYED]:
-        if len(division.runs) > 1:
-            division = refined_division(question, schedule, number, division)
-            yield play(question, _as_plan(question, division, number, schedule), "divided")
-
-
-def _as_plan(question: Question, division: Division, microbatches: int, schedule: str) -> Plan:
-    names = question.known.profile.names
-    rows = -(-question.batch_size // microbatches)
-    stages = []
-    for run in division.runs:
-        ranks = tuple(range(run.first, run.first + run.number))
-        shares = shares_of(question, ranks, rows)
-        stages.append(Stage(tuple(names[run.start : run.stop]), ranks, shares))
-    return Plan(tuple(stages), microbatches, schedule)
-
-
 def lower_bound(question: Question) -> float:
     """Return seconds that no plan can beat: all samples, all components, no waiting.
 
@@ -253,3 +227,74 @@ def lower_bound(question: Question) -> float:
     least = np.min(list(rates.values()), axis=0)
     speed = sum(float((least / rates[id(rank)]).max()) for rank in known.profile.ranks)
     return float(question.batch_size * least.sum() / speed)
+
+
+def ways_out(question: Question, plan: Plan, limits: Sequence[float]) -> list[str]:
+    """Return the options with which a plan keeps its limits, with the GiB that it then needs.
+
+    Args:
+        limits: bytes by rank, which may differ from those of the question.
+    """
+    ways = []
+    fewest = plan.microbatches
+    while (number := 2 * fewest) <= min(question.batch_size, MOST_MICROBATCHES):
+        tried = play(question, replace(plan, microbatches=number), "")
+        if tried.cut.microbatches < number:
+            break
+        fewest = number
+        if not tried.shortage(limits):
+            ways.append(f"--microbatches {number} would need {_gib(max(tried.rank_bytes))}")
+            break
+    names = question.known.profile.names
+    if not plan.splits_backward and set(question.known.recomputed) < set(names):
+        known = replace(question.known, recomputed=names)
+        tried = play(replace(question, known=known), plan, "")
+        if not tried.shortage(limits):
+            ways.append(f"--recompute all would need {_gib(max(tried.rank_bytes))}")
+    return ways
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def _nothing_fits(question: Question, played: list[Candidate]) -> str:
+    """Return the message that names the component or the rank that does not fit."""
+    limits, ranks = question.limits or (), question.known.profile.ranks
+    left = [limit - rank.resident_bytes for limit, rank in zip(limits, ranks, strict=True)]
+    fullest = int(np.argmin(left))
+    if left[fullest] <= 0:
+        return (
+            f"no plan fits: the process of rank {fullest} alone holds "
+            f"{_gib(ranks[fullest].resident_bytes)}, and only {_gib(limits[fullest])} are allowed "
+            "after the reserve: raise --memory-limit"
+        )
+    emptiest = int(np.argmax(left))
+    # The most micro-batches that a plan has here: each of them has the fewest samples.
+    rows = -(-question.batch_size // max(one.plan.microbatches for one in played))
+
+    def needed(cost: "ComponentCost") -> int:
+        return process_bytes(
+            lasting=lasting_bytes([cost], question.optimizer, replicas=1),
+            activations=activation_bytes([cost], rows, question.known.recomputed),
+            resident=0,
+            factor=ranks[emptiest].activation_factor,
+        )
+
+    largest = max(question.known.costs, key=needed)
+    if needed(largest) > left[emptiest]:
+        return (
+            f"no plan fits: {largest.name} alone needs {_gib(needed(largest))}, "
+            f"{_gib(needed(largest) - left[emptiest])} more than any rank has left: "
+            "raise --memory-limit"
+        )
+    closest = min(played, key=lambda candidate: candidate.shortage(limits))
+    fullest = int(np.argmax([a - b for a, b in zip(closest.rank_bytes, limits, strict=True)]))
+    there = [cost for stage in closest.plan.stages_of(fullest) for cost in closest.costs_of(stage)]
+    ways = ways_out(question, closest.plan, limits) or [
+        "raise --memory-limit, use a smaller --batch-size or more ranks"
+    ]
+    return (
+        f"no plan fits: the closest, {closest.name}, lacks {_gib(closest.shortage(limits))} on "
+        f"rank {fullest}, mostly for {max(there, key=needed).name}: {', '.join(ways)}"
+    )

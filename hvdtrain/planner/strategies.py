@@ -5,12 +5,12 @@ arXiv 2503.23186. Accuracy is not predicted: every plan computes the same gradie
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hvdtrain.plan.plan import Plan, pipeline, replicated
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.clusters import Cluster
 from hvdtrain.planner.cost import Question
+from hvdtrain.planner.describe import Description, table
 from hvdtrain.planner.memory import GIB
 from hvdtrain.planner.network import FreeNetwork
 from hvdtrain.planner.profile import Profile
@@ -25,11 +25,15 @@ class Column:
     """One strategy of the table.
 
     Attributes:
+        hours: of all epochs.
+        speedup: over one rank.
         communication: part of a step that a network without cost would save.
     """
 
     name: str
     candidate: Candidate
+    hours: float
+    speedup: float
     communication: float
 
     @property
@@ -38,76 +42,88 @@ class Column:
         return max(self.candidate.rank_bytes)
 
 
-@dataclass(frozen=True)
-class StrategyTable:
-    """Paper B's table I for a model and a cluster."""
+def five_columns(question: Question) -> list[Column]:
+    """Return one device, data, model and hybrid parallelism, and the plan of the planner.
 
-    model: str
-    cluster: Cluster
-    batch_size: int
-    columns: tuple[Column, ...]
-    bound: float
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the table as one JSON object."""
-        return {
-            "model": self.model,
-            "ranks": self.cluster.ranks,
-            "batch_size": self.batch_size,
-            "images": IMAGES,
-            "epochs": EPOCHS,
-            "remark": PREDICTED,
-            "bound_seconds": self.bound,
-            "columns": [
-                {
-                    "strategy": column.name,
-                    "plan": column.candidate.plan.to_json(),
-                    "step_seconds": column.candidate.seconds,
-                    "hours": self.hours(column),
-                    "speedup": self.speedup(column),
-                    "peak_bytes": column.peak_bytes,
-                    "communication_fraction": column.communication,
-                }
-                for column in self.columns
-            ],
-        }
-
-    def as_text(self) -> str:
-        """Return the table as text."""
-        rows = {
-            f"hours for {EPOCHS} epochs": [f"{self.hours(column):.3g}" for column in self.columns],
-            "speed-up": [f"{self.speedup(column):.2f}" for column in self.columns],
-            "ms per step": [f"{1e3 * column.candidate.seconds:.2f}" for column in self.columns],
-            "peak memory GiB": [f"{column.peak_bytes / GIB:.2f}" for column in self.columns],
-            "communication %": [f"{100 * column.communication:.1f}" for column in self.columns],
-            "stages x replicas": [shape(column.candidate.plan) for column in self.columns],
-            "micro-batches": [str(column.candidate.plan.microbatches) for column in self.columns],
-        }
-        heads = "".join(f"{column.name:>14}" for column in self.columns)
-        lines = [
-            f"{self.model}, {self.batch_size} images per step, {self.cluster.ranks} rank(s), "
-            f"{self.cluster.ranks_per_node} per node; {EPOCHS} epochs of {IMAGES:,} images",
-            f"{'':<20}{heads}",
-        ]
-        lines += [
-            f"{name:<20}" + "".join(f"{cell:>14}" for cell in cells)
-            for name, cells in rows.items()
-        ]
-        gap = self.columns[-1].candidate.seconds / self.bound - 1
-        lines.append(
-            f"lower bound for any plan: {1e3 * self.bound:.2f} ms per step; the chosen plan is "
-            f"{gap:.1%} above it"
+    Raises:
+        UsageError: if no plan fits into memory.
+    """
+    names, limits, profile = question.known.profile.names, question.limits, question.known.profile
+    one_rank = replace(question.known, profile=Profile(profile.ranks[:1]))
+    alone = replace(question, known=one_rank, limits=limits and limits[:1])
+    single = play(alone, replicated(names, 1, None, None), "single")
+    strategies = {
+        "single": single,
+        "DP": play(question, replicated(names, question.ranks, None, None), "DP"),
+    }
+    staged = pipelines(question)
+    for name, shapes in (("MP", staged[:1]), ("hybrid", staged[1:])):
+        played = [play(question, plan, name) for plan in shapes]
+        if played:
+            strategies[name] = min(
+                played, key=lambda one: (bool(one.shortage(limits)), one.seconds)
+            )
+    strategies["chosen"] = solve(question).chosen
+    steps = -(-IMAGES // question.batch_size) * EPOCHS
+    return [
+        Column(
+            name,
+            candidate,
+            steps * candidate.seconds / 3600,
+            single.seconds / candidate.seconds,
+            communication(alone if name == "single" else question, candidate),
         )
-        return "\n".join([*lines, PREDICTED])
+        for name, candidate in strategies.items()
+    ]
 
-    def hours(self, column: Column) -> float:
-        """Return the hours of all epochs."""
-        steps = -(-IMAGES // self.batch_size) * EPOCHS
-        return steps * column.candidate.seconds / 3600
 
-    def speedup(self, column: Column) -> float:
-        """Return the speed-up over one rank."""
-        return self.columns[0].candidate.seconds / column.candidate.seconds
+def describe_columns(model: str, cluster: Cluster, question: Question) -> Description:
+    """Describe paper B's table I for a model and a cluster.
+
+    Raises:
+        UsageError: if no plan fits into memory.
+    """
+    columns, bound = five_columns(question), lower_bound(question)
+    content = {
+        "model": model,
+        "ranks": cluster.ranks,
+        "batch_size": question.batch_size,
+        "images": IMAGES,
+        "epochs": EPOCHS,
+        "remark": PREDICTED,
+        "bound_seconds": bound,
+        "columns": [
+            {
+                "strategy": column.name,
+                "plan": column.candidate.plan.to_json(),
+                "step_seconds": column.candidate.seconds,
+                "hours": column.hours,
+                "speedup": column.speedup,
+                "peak_bytes": column.peak_bytes,
+                "communication_fraction": column.communication,
+            }
+            for column in columns
+        ],
+    }
+    rows = (
+        (f"hours for {EPOCHS} epochs", *(f"{column.hours:.3g}" for column in columns)),
+        ("speed-up", *(f"{column.speedup:.2f}" for column in columns)),
+        ("ms per step", *(f"{1e3 * column.candidate.seconds:.2f}" for column in columns)),
+        ("peak memory GiB", *(f"{column.peak_bytes / GIB:.2f}" for column in columns)),
+        ("communication %", *(f"{100 * column.communication:.1f}" for column in columns)),
+        ("stages x replicas", *(shape(column.candidate.plan) for column in columns)),
+        ("micro-batches", *(column.candidate.plan.microbatches for column in columns)),
+    )
+    gap = columns[-1].candidate.seconds / bound - 1
+    lines = [
+        f"{model}, {question.batch_size} images per step, {cluster.ranks} rank(s), "
+        f"{cluster.ranks_per_node} per node; {EPOCHS} epochs of {IMAGES:,} images",
+        *table("{:<20}" + "{:>14}" * len(columns), ("", *(one.name for one in columns)), rows),
+        f"lower bound for any plan: {1e3 * bound:.2f} ms per step; the chosen plan is "
+        f"{gap:.1%} above it",
+        PREDICTED,
+    ]
+    return Description(content, "\n".join(lines))
 
 
 def shape(plan: Plan) -> str:
@@ -116,38 +132,6 @@ def shape(plan: Plan) -> str:
     if len(set(numbers)) == 1:
         return f"{len(numbers)}x{numbers[0]}"
     return ":".join(map(str, numbers))
-
-
-def five_columns(model: str, cluster: Cluster, question: Question) -> StrategyTable:
-    """Return one device, data, model and hybrid parallelism, and the plan of the planner.
-
-    Raises:
-        UsageError: if no plan fits into memory.
-    """
-    solution = solve(question)
-    alone = _on_one(question, cluster)
-    one_rank = replicated(alone.known.profile.names, 1, None, None)
-    strategies = [("single", alone, play(alone, one_rank, "single"))]
-    names, limits = question.known.profile.names, question.limits
-    plan = replicated(names, question.ranks, None, None)
-    strategies.append(("DP", question, play(question, plan, "DP")))
-    staged = pipelines(question)
-    for name, shapes in (("MP", staged[:1]), ("hybrid", staged[1:])):
-        played = [play(question, plan, name) for plan in shapes]
-        if played:
-            fastest = min(played, key=lambda one: (bool(one.shortage(limits)), one.seconds))
-            strategies.append((name, question, fastest))
-    strategies.append(("chosen", question, solution.chosen))
-    columns = tuple(
-        Column(name, candidate, communication(of_column, candidate))
-        for name, of_column, candidate in strategies
-    )
-    return StrategyTable(model, cluster, question.batch_size, columns, lower_bound(question))
-
-
-def _on_one(question: Question, cluster: Cluster) -> Question:
-    one = replace(question.known, profile=Profile(question.known.profile.ranks[:1]))
-    return replace(question, known=one, limits=(cluster.memory_gib * GIB,))
 
 
 def pipelines(question: Question) -> list[Plan]:

@@ -1,7 +1,6 @@
-"""Pictures of plans: which rank computes what, predictions, and sweeps of sizes."""
+"""Pictures of plans: which rank computes what, and predictions beside measurements."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ from matplotlib import pyplot
 from matplotlib.patches import Patch, Rectangle
 
 from hvdtrain.plan.plan import Plan, labels
-from hvdtrain.planner.sweep import CHOSEN, STRATEGIES, Sweep
 from hvdtrain.study.plots import COLOURS, HEIGHT, MARKERS, STYLE, WIDTH, save
 
 MEANINGS = {
@@ -91,36 +89,3 @@ def draw_predictions(pairs: Mapping[str, Sequence[tuple[float, float]]], to: Pat
         axes.set_ylabel("predicted seconds per step")
         axes.legend()
         save(figure, to)
-
-
-def draw_sweep(swept: Sweep, to: Path) -> None:
-    """Draw predicted speed-up and cost against the number of ranks, a curve per strategy.
-
-    Raises:
-        DataError: if the file cannot be written.
-    """
-    with pyplot.rc_context(STYLE):
-        figure, (upper, lower) = pyplot.subplots(2, sharex=True, figsize=(WIDTH, 2 * HEIGHT))
-        for place, name in enumerate((*STRATEGIES, CHOSEN)):
-            style: Any = {"color": COLOURS[place], "marker": MARKERS[place], "label": name}
-            style["linestyle"] = "--" if name == CHOSEN else "-"
-            for axes, values in ((upper, swept.speedups(name)), (lower, swept.costs(name))):
-                axes.plot(list(values), list(values.values()), **style)
-        ranks = list(swept.points)
-        upper.plot(ranks, [one / ranks[0] for one in ranks], ":", color="grey", linewidth=0.8)
-        _mark_changes(upper, swept)
-        upper.set(xscale="log", yscale="log", ylabel="speed-up (dotted: linear)")
-        lower.set(xscale="log", yscale="log", ylabel=f"{swept.unit} for all epochs")
-        lower.set_xlabel("ranks")
-        lower.set_xticks(ranks, [str(one) for one in ranks], rotation=45, minor=False)
-        lower.minorticks_off()
-        upper.legend()
-        save(figure, to)
-
-
-def _mark_changes(axes: Any, swept: Sweep) -> None:
-    """Draw a line where another strategy becomes the fastest."""
-    for (_, before), (ranks, name) in pairwise(swept.winners().items()):
-        if name != before:
-            axes.axvline(ranks, color="grey", linewidth=0.6)
-            axes.annotate(name, (ranks, 1.0), fontsize=6, rotation=90, ha="right", va="bottom")

@@ -26,7 +26,7 @@ from hvdtrain.planner.adapt import (
     following,
     seconds_to_migrate,
 )
-from hvdtrain.planner.candidate import play
+from hvdtrain.planner.candidate import TRANSFER, play
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.solve import Solution, lower_bound, solve
 
@@ -95,7 +95,7 @@ class Adapter:
         rank_ratios = compared(question, plan, [times.components for times in step_times])
         self.question = following(question, rank_ratios)
         if not self.expected_transfer:
-            self.expected_transfer = play(question, plan, "current").transfer_seconds
+            self.expected_transfer = play(question, plan, "current").spent_on(TRANSFER)
         pairs = zip(rank_ratios, step_times, self.expected_transfer, strict=True)
         return {
             "ranks": [

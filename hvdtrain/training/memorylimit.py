@@ -49,8 +49,8 @@ def excess(run: Run, peaks: Sequence[float]) -> str:
 
 def _advice(run: Run, used: float) -> str:
     """Return the options with which the plan would keep the limit; on rank 0, which knows."""
-    from hvdtrain.planner import limits  # loads the planner, which other runs do not need
-    from hvdtrain.planner.candidate import play
+    from hvdtrain.planner.candidate import play  # loads the planner, unneeded by other runs
+    from hvdtrain.planner.solve import ways_out
 
     session, ways = run.session, list[str]()
     question = session.migration.question if session.migration else None
@@ -58,6 +58,6 @@ def _advice(run: Run, used: float) -> str:
         predicted = max(play(question, session.plan, "").rank_bytes)
         # The prediction of another plan is as far from what it needs as that of this one.
         allowed = session.config.memory_limit * GIB * min(1.0, predicted / used)
-        ways = limits.ways_out(question, session.plan, (allowed,) * question.ranks)
+        ways = ways_out(question, session.plan, (allowed,) * question.ranks)
     old = ", or remove the file of --profile if it is old" if session.config.profile else ""
-    return limits.advice(ways, f"raise --memory-limit or use a smaller --batch-size{old}")
+    return ", ".join(ways) or f"raise --memory-limit or use a smaller --batch-size{old}"

@@ -21,12 +21,10 @@ from hvdtrain.host import files
 from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.planner.candidate import play
-from hvdtrain.planner.clusters import Cluster, load, question_of
+from hvdtrain.planner.clusters import DEVICES, LINKS, Cluster, Event, load, question_of
 from hvdtrain.planner.cost import Question
-from hvdtrain.planner.events import DEVICES, LINKS, Event
 from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.planner.strategies import EPOCHS, IMAGES, PREDICTED, five_columns, pipelines, shape
-from hvdtrain.planner.sweep import CHOSEN, sweep
 from hvdtrain.study.options import PaperBOptions
 from hvdtrain.study.paper_b import plans
 from hvdtrain.study.paper_b.claims import (
@@ -46,7 +44,7 @@ from hvdtrain.training import runrecords
 CLUSTER = "8-v100"
 CLASSES = 100  # CIFAR-100
 IMAGE_SIZE = 224  # the paper's images/s would be far too few for a V100 at 32 pixels
-IN_SWEEP = {DP: "dp", MP: "mp", HYBRID: "hybrid", ADAPTIVE: CHOSEN}
+COLUMNS = {"DP": DP, "MP": MP, "hybrid": HYBRID, "chosen": ADAPTIVE}
 FORMATS = {HOURS: ".3g", SPEEDUP: ".2f", MEMORY: ".1f", COMMUNICATION: ".1%"}
 
 MODEL = "vit_b16"  # without batch norm any plan may follow
@@ -103,22 +101,25 @@ def predict(model: str) -> Prediction:
     """
     cluster, costs = load(CLUSTER), costs_of(model)
 
-    def question(ranks: int) -> Question:
-        return question_for(model, replace(cluster, ranks=ranks), costs)
-
-    table = five_columns(model, cluster, question(cluster.ranks))
-    swept = sweep(model, question, cluster.ranks)
-    columns = {ADAPTIVE if one.name == CHOSEN else one.name: one for one in table.columns}
+    tables = {}
+    for ranks in (1, 2, 4, cluster.ranks):
+        question = question_for(model, replace(cluster, ranks=ranks), costs)
+        tables[ranks] = {COLUMNS.get(one.name, one.name): one for one in five_columns(question)}
+    columns = tables[cluster.ranks]
+    speedups: dict[str, dict[int, float]] = {name: {} for name in COLUMNS.values()}
+    for ranks, by_name in tables.items():
+        for name in speedups.keys() & by_name.keys():
+            speedups[name][ranks] = by_name[name].speedup
     return Prediction(
         model,
         {name: one.candidate.plan for name, one in columns.items()},
         {
-            HOURS: {name: table.hours(one) for name, one in columns.items()},
-            SPEEDUP: {name: table.speedup(one) for name, one in columns.items()},
+            HOURS: {name: one.hours for name, one in columns.items()},
+            SPEEDUP: {name: one.speedup for name, one in columns.items()},
             MEMORY: {name: one.peak_bytes / 1e9 for name, one in columns.items()},
             COMMUNICATION: {name: one.communication for name, one in columns.items()},
         },
-        {name: swept.speedups(other) for name, other in IN_SWEEP.items()},
+        speedups,
     )
 
 

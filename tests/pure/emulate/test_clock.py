@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.emulate.device import Clock, Flight, Hardware
-from hvdtrain.planner.clusters import PRESETS
-from hvdtrain.planner.events import DEVICES, LINKS, Event
+from hvdtrain.planner.clusters import DEVICES, LINKS, PRESETS, Event
 
 
 class Time:

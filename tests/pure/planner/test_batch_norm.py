@@ -7,7 +7,7 @@ import pytest
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.cut import is_same
 from hvdtrain.plan.plan import Plan, Stage, replicated
-from hvdtrain.planner.candidate import overview
+from hvdtrain.planner.candidate import counted
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.solve import solve
 from tests.pure.planner.machines import component, known, network
@@ -70,7 +70,7 @@ def test_a_stage_may_take_other_components_with_the_same_samples() -> None:
 def test_a_plan_that_changes_it_is_shown_with_that(
     plan: Plan, is_synchronised: bool, remark: str
 ) -> None:
-    remarks = overview(plan, COSTS, 32, "sgd", is_synchronised=is_synchronised).remarks
+    remarks = counted(plan, COSTS, 32, "sgd", is_synchronised=is_synchronised).remarks
     assert [remark in line for line in remarks[1:]] == [True] * bool(remark)
     without = [replace(cost, batch_norms=0) for cost in COSTS]
-    assert len(overview(plan, without, 32, "sgd", is_synchronised=is_synchronised).remarks) == 1
+    assert len(counted(plan, without, 32, "sgd", is_synchronised=is_synchronised).remarks) == 1

@@ -7,8 +7,15 @@ import pytest
 import yaml
 
 from hvdtrain.errors import UsageError
-from hvdtrain.planner.clusters import PRESETS, ClusterNetwork, load
-from hvdtrain.planner.events import DEVICES, LINKS, Event, slowdown
+from hvdtrain.planner.clusters import (
+    DEVICES,
+    LINKS,
+    PRESETS,
+    ClusterNetwork,
+    Event,
+    load,
+    slowdown,
+)
 
 NUMBERS = {
     "ranks": 4,

@@ -8,10 +8,9 @@ from hvdtrain.errors import UsageError
 from hvdtrain.plan.plan import pipeline, replicated
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.cost import Question
-from hvdtrain.planner.limits import advice, ways_out, with_margin
 from hvdtrain.planner.memory import BUFFERS
 from hvdtrain.planner.profile import Profile
-from hvdtrain.planner.solve import solve
+from hvdtrain.planner.solve import solve, ways_out
 from tests.pure.planner.machines import component, known, network
 
 MIB = 2**20
@@ -29,10 +28,10 @@ def test_every_rank_is_planned_with_the_memory_of_the_rank_that_needed_most() ->
         replace(one, resident_bytes=5, activation_factor=1.3, activation_spread=0.2),
         replace(one, resident_bytes=9, activation_factor=1.4),
     )
-    careful = with_margin(Profile(ranks)).ranks
+    careful = Profile(ranks).with_margin().ranks
     assert [rank.resident_bytes for rank in careful] == [9, 9]
     assert [rank.activation_factor for rank in careful] == [1.5, 1.5]
-    assert careful == with_margin(Profile(careful)).ranks
+    assert careful == Profile(careful).with_margin().ranks
 
 
 def test_a_limit_that_one_rank_would_exceed_by_chance_is_not_reached() -> None:
@@ -43,7 +42,7 @@ def test_a_limit_that_one_rank_would_exceed_by_chance_is_not_reached() -> None:
     plan = replicated(problem.known.profile.names, 2, 1, None)
     for profile, most in (
         (Profile(uneven), (32 * MIB, 64 * MIB)),
-        (with_margin(Profile(uneven)), (64 * MIB, 64 * MIB)),
+        (Profile(uneven).with_margin(), (64 * MIB, 64 * MIB)),
     ):
         machine = replace(problem.known, profile=profile)
         assert play(replace(problem, known=machine), plan, "dp").rank_bytes == most
@@ -65,7 +64,6 @@ def test_what_would_not_fit_is_not_named() -> None:
     plan = replicated(problem.known.profile.names, 1, 16, None)
     assert play(problem, plan, "").rank_bytes == (20 * MIB,)
     assert ways_out(problem, plan, [MIB]) == []
-    assert advice([], "raise --memory-limit") == "raise --memory-limit"
 
 
 def test_the_message_names_what_would_fit() -> None:

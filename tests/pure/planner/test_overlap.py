@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.planner.overlap import Part, Sum, exposed_seconds
+from hvdtrain.planner.cost import Part, Sum, exposed_seconds
 
 
 @pytest.mark.parametrize(

@@ -43,18 +43,6 @@ def test_predictions_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "predictions.png").stat().st_size > 5000
 
 
-def test_speedup_and_cost_of_a_sweep_are_drawn(hvdtrain: Program, tmp_path: Path) -> None:
-    picture = tmp_path / "sweep.png"
-    options = ("--model", "vit_tiny", "--cluster", "16-cpu-10g", "--batch-size", 16, "--sweep")
-    done = hvdtrain("plan", "simulate", *options, "--ranks", 8, "--picture", picture)
-    assert done.returncode == 0, done.stderr
-    assert "cost of 100 epochs of 50,000 images in rank-hours" in done.stdout
-    assert set(COLOURS[:4]) <= colours(picture)
-    done = hvdtrain("plan", "simulate", *options, "--ranks", 8, "--plan", "dp")
-    assert done.returncode == 2
-    assert done.stderr == "hvdtrain: --sweep compares all plans: leave --plan dp out\n"
-
-
 @pytest.mark.proves(
     "`plan show` explains and draws a plan, and `plan simulate --cluster` predicts five "
     "strategies for hardware that you do not have."

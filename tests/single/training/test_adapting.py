@@ -13,7 +13,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.models.costs import component_costs
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.planner.adapt import Decision, Drift
-from hvdtrain.planner.candidate import play
+from hvdtrain.planner.candidate import WORK, play
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.solve import Solution
 from hvdtrain.training.adapting import Adapter, Replan, decision_record
@@ -92,7 +92,7 @@ def test_a_uniform_drift_changes_the_profile_and_not_the_plan(
     question = Question(slow, 32, "sgd")
     session.state.plan = replicated(names, 2, 1, None)  # of a run on two ranks
     before = play(question, session.plan, "")
-    slower = tuple(1.5 * seconds for seconds in before.own_seconds)
+    slower = tuple(1.5 * seconds for seconds in before.spent_on(WORK))
     drift = Drift("all ranks", slower, 1.5 * before.seconds, is_uniform=is_uniform)
     replanned = Adapter(session, session.migration, question, 0.0)._decide(drift, question, 10**6)
     assert replanned.decision.change != is_uniform
