@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hvdtrain.use.predict import predict as predict
     from hvdtrain.use.trained import load_classifier as load
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Where each public name is defined: nothing is loaded before a name is used.
 _PLACES = {

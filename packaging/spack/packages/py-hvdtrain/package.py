@@ -4,7 +4,7 @@
 In the root of this repository:
 
     spack repo add packaging/spack
-    spack dev-build py-hvdtrain@0.2.0
+    spack dev-build py-hvdtrain@0.3.0
 
 Horovod's source is downloaded from PyPI while the package is built.
 """
@@ -18,7 +18,7 @@ class PyHvdtrain(PythonPackage):
 
     license("Apache-2.0")
 
-    version("0.2.0")
+    version("0.3.0")
 
     depends_on("c", type="build")
     depends_on("cxx", type="build")
