@@ -46,13 +46,13 @@ from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
 from hvdtrain.plan.program import program
-from hvdtrain.planner import choose
+from hvdtrain.planner import choose, measure
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.cost import Question
+from hvdtrain.planner.measure import Subject
 from hvdtrain.planner.probe import message_to_self
 from hvdtrain.planner.profile import Profile, RankTimes
 from hvdtrain.planner.solve import solve
-from hvdtrain.planner.subject import Subject
 from hvdtrain.study import planplots
 from hvdtrain.world import World
 
@@ -212,7 +212,7 @@ def _rounds(
     exchange = Exchange(job.communicator, subject.images.device)
     rounds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ready}
     for _ in range(options.rounds):
-        times = choose.local_times(subject, job, partial(message_to_self, exchange))
+        times = measure.local_times(subject, job, partial(message_to_self, exchange))
         ranks = map(_with_contention, job.gather(times), question.known.profile.ranks)
         now = replace(question.known, profile=Profile(tuple(ranks)))
         for name, side in ready.items():

@@ -34,15 +34,15 @@ from hvdtrain.planner.agreement import (
     size,
 )
 from hvdtrain.planner.candidate import Candidate, counted, play
-from hvdtrain.planner.choose import local_times, predicted_question, question
+from hvdtrain.planner.choose import predicted_question, question
 from hvdtrain.planner.clusters import Cluster, ClusterNetwork
 from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.describe import Description, describe, explain
+from hvdtrain.planner.measure import Subject, local_times
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import solve
 from hvdtrain.planner.strategies import PREDICTED, describe_columns
-from hvdtrain.planner.subject import Subject
 from hvdtrain.world import start as start_world
 from hvdtrain.world import stop as stop_world
 

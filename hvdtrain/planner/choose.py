@@ -3,32 +3,29 @@
 import socket
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from glob import escape
 from pathlib import Path
 
-from torch import nn
-
 from hvdtrain.config import TrainConfig
-from hvdtrain.device import check_horovod_on, free_bytes, give_back, held_bytes
+from hvdtrain.device import check_horovod_on
 from hvdtrain.host.files import check_target
-from hvdtrain.host.memory import return_freed_memory
-from hvdtrain.options.planrequest import Chosen
-from hvdtrain.parallel.stage import AUTOCAST
-from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import Plan, replicated
-from hvdtrain.plan.planfile import reason_against_split_backward
 from hvdtrain.planner import clusters, profilefile
 from hvdtrain.planner.agreement import EXACT, agreement_of, rank_bytes, size, typical_coding
 from hvdtrain.planner.candidate import play
-from hvdtrain.planner.chain import Disturb, Link
-from hvdtrain.planner.coding import measure_coding
 from hvdtrain.planner.cost import Known, Question
-from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
-from hvdtrain.planner.memory import GIB, RESERVE, activation_bytes, held_memory
+from hvdtrain.planner.measure import (
+    Subject,
+    local_times,
+    measured_sizes,
+    schedules_of,
+    spare_bytes,
+)
+from hvdtrain.planner.memory import GIB, RESERVE
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.probe import (
     Disturbance,
@@ -38,15 +35,13 @@ from hvdtrain.planner.probe import (
     message_to_self,
     started_mpi_sum,
 )
-from hvdtrain.planner.profile import Profile, RankTimes
+from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import solve
-from hvdtrain.planner.subject import Subject
 from hvdtrain.sync.engine import reduction_library
 from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.world import World, communicator_among, temporary_horovod
 
 LEAST_SPARE = 2**30  # bytes a rank needs to measure all-reduces beside its computation
-MORE = 2  # factor on the counted activations before anything is measured
 
 
 @dataclass(frozen=True)
@@ -185,7 +180,7 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
         ),
         config.batch_size,
         config.optimizer,
-        schedules=_schedules(config, [cost.name for cost in known.costs]),
+        schedules=schedules_of(config, [cost.name for cost in known.costs]),
         microbatches=config.microbatches,
         limits=None if limit is None else ((1 - RESERVE) * limit * GIB,) * ranks,
     )
@@ -207,17 +202,6 @@ def predicted_question(subject: Subject, cluster_name: str, ranks: int) -> Quest
     return replace(question(config, known, ranks), limits=predicted.limits)
 
 
-def _schedules(config: TrainConfig, names: Sequence[str]) -> Collection[str]:
-    """Return the schedules that the runtime supports for this run, or the requested one."""
-    if config.schedule is not None:
-        return (config.schedule,)
-    if not isinstance(config.plan_request, Chosen):
-        return ("1f1b",)
-    # A schedule that splits backward is verified on one rank first, which may exceed the limit.
-    splits = not reason_against_split_backward(config, names) and config.memory_limit is None
-    return ("1f1b", "interleaved", "zb-h1") if splits else ("1f1b", "interleaved")
-
-
 def measure(subject: Subject, world: World) -> Known:
     """Measure the ranks and the network of this run. Collective."""
     costs, recomputed = subject.costs, subject.recomputed
@@ -235,7 +219,7 @@ def measure(subject: Subject, world: World) -> Known:
         disturb = None
         uses_horovod = reduction_library(config.reduce_with, world) == "horovod"
         # All-reduces beside the computation hold memory too, which a limit must leave.
-        spare = min(world.gather(_spare_bytes(subject, world)))
+        spare = min(world.gather(spare_bytes(subject, world)))
         if config.emulate is None and uses_horovod and spare > LEAST_SPARE:
             ranks = range(world.size)
             disturb = Disturbance(start, tools.device, partial(network.reduce_seconds, ranks))
@@ -259,100 +243,3 @@ def _sum_of_training(subject: Subject, world: World) -> Iterator[Start]:
     everybody = tuple(range(world.size))
     communicator_among(everybody)
     yield started_mpi_sum(MPICollectives(everybody, world.rank, "planner"))
-
-
-def local_times(
-    subject: Subject,
-    world: World,
-    message: Callable[[], None] | None = None,
-    replicas: int | None = None,
-    disturb: Disturb | None = None,
-) -> RankTimes:
-    """Return the measured times and memory of each component on this rank. Collective.
-
-    Args:
-        replicas: that compressed gradients are sent among; None: all ranks.
-        disturb: starts all-reduces, to measure how much they slow the components down.
-    """
-    config, images = subject.config, subject.images
-
-    def build(name: str) -> Link:
-        model = subject.parts.model(name)
-        return Link(model, list(model.parameters().values()), subject.parts.optimizer(model))
-
-    room = min(world.gather(_spare_bytes(subject, world)))  # all ranks measure the same
-    sizes = _fitting_sizes(subject, room, world.size)
-    setting = Setting(
-        build=build,
-        images=images,
-        image_size=subject.image_size,
-        sizes=sizes,
-        dtype=AUTOCAST.get(config.precision),
-        loss=subject.loss,
-        in_halves="zb-h1" in _schedules(config, subject.names),
-        message=message,
-        counted=partial(_counted_bytes, subject),
-        held=partial(held_bytes, subject.images.device),
-        give_back=partial(_give_back, subject),
-        is_emulated=config.emulate is not None,
-        disturb=disturb,
-    )
-    times = measure_rank(_chains(subject, sizes[-1], room / 2), setting, world)
-    if not subject.methods:
-        return times
-
-    def parameters_of(name: str) -> Mapping[str, nn.Parameter]:
-        return subject.parts.model(name).parameters()
-
-    coding = measure_coding(
-        parameters_of, subject.names, subject.methods, replicas or world.size, world
-    )
-    return times.with_coding(coding)
-
-
-def _fitting_sizes(subject: Subject, room: float, ranks: int) -> tuple[int, ...]:
-    """Return the numbers of samples to measure; under a limit those that fit in `room` bytes."""
-    config = subject.config
-    sizes = measured_sizes(config.batch_size, ranks, config.microbatches)
-    if config.memory_limit is None:
-        return sizes
-    fitting = tuple(rows for rows in sizes if max(_needed(subject, rows)) <= room)
-    # A curve, and the real bytes of activations, need two sizes.
-    return fitting if len(fitting) > 1 else sizes[:2]
-
-
-def _chains(subject: Subject, rows: int, room: float) -> list[list[str]]:
-    """Return groups of components to measure together; each fits in `room` bytes if it can."""
-    most = max(1, int(room))
-    groups = group_by_bytes(_needed(subject, rows), most, most)
-    return [[subject.names[k] for k in group] for group in groups]
-
-
-def _needed(subject: Subject, rows: int) -> list[int]:
-    """Return the bytes that each component's measurement on `rows` samples may need."""
-    needed = []
-    for name in subject.names:
-        lasting, counted = (_counted_bytes(subject, [name], count) for count in (0, rows))
-        needed.append(lasting + MORE * (counted - lasting))
-    return needed
-
-
-def _counted_bytes(subject: Subject, names: Sequence[str], rows: int) -> int:
-    """Return the counted bytes of components in their measurement on `rows` samples."""
-    costs = [cost for cost in subject.costs if cost.name in names]
-    return held_memory(costs, subject.config.optimizer, activation_bytes(costs, rows)).total
-
-
-def _give_back(subject: Subject) -> None:
-    """Return free memory to the system or to the GPU."""
-    give_back(subject.images.device)
-    return_freed_memory()
-
-
-def _spare_bytes(subject: Subject, world: World) -> float:
-    """Return the bytes that this rank may still allocate."""
-    device, limit = subject.images.device, subject.config.memory_limit
-    spare = free_bytes(device, world.local_size)
-    if limit is not None:
-        spare = min(spare, limit * GIB - held_bytes(device))
-    return max(spare, 0.0)

@@ -15,8 +15,8 @@ from hvdtrain.models.costs import component_costs
 from hvdtrain.models.losses import loss_of
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images, StageModel
+from hvdtrain.planner.measure import Subject
 from hvdtrain.planner.probe import Start, Tools
-from hvdtrain.planner.subject import Subject
 from hvdtrain.world import World
 
 

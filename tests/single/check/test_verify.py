@@ -12,7 +12,7 @@ from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.planner import choose
 from hvdtrain.planner.choose import Choice
 from hvdtrain.planner.cost import Question
-from hvdtrain.planner.subject import Subject
+from hvdtrain.planner.measure import Subject
 from hvdtrain.world import World
 from tests.conftest import Program
 from tests.pure.planner.machines import known, network

@@ -1,7 +1,7 @@
 """Measuring components and networks: disturbances, and operations that take long."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ import torch
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.planner import measure, probe
 from hvdtrain.planner.chain import Chain, Disturb, Halves, Seconds
-from hvdtrain.planner.measure import Setting
 from hvdtrain.world import World
 
 ALONE = World("none", 0, 1, 0, 1, 1)
@@ -19,6 +18,8 @@ SIZES = (2, 4, 8, 16, 32)
 
 class Disturbed:
     """A chain of two components with 1 ms per sample; some measurements take twice as long."""
+
+    device = torch.device("cpu")
 
     def __init__(self, disturbed: Sequence[int]) -> None:
         self.disturbed, self.measured = disturbed, 0
@@ -44,28 +45,10 @@ class Disturbed:
         return np.full((3, 2), 2e-3 * rows) * [0.9, 3]
 
 
-def setting(in_halves: bool, is_emulated: bool = False, disturb: Disturb | None = None) -> Setting:
-    return Setting(
-        build=cast(Any, None),
-        images=cast(Any, None),
-        image_size=32,
-        sizes=SIZES,
-        dtype=None,
-        loss=torch.sum,
-        in_halves=in_halves,
-        message=None,
-        counted=lambda names, rows: 0,
-        held=lambda: 0,
-        give_back=lambda: None,
-        is_emulated=is_emulated,
-        disturb=disturb,
-    )
-
-
 # Measurements in order: 2, 4, 8, 16, 32, 32, 16, 8, 4, 2 samples.
 @pytest.mark.parametrize("disturbed", [(), (2, 3), (0, 1, 2, 3, 4), (5, 6, 7, 8, 9), (4, 6)])
 def test_a_disturbed_measurement_does_not_count(disturbed: Sequence[int]) -> None:
-    result = measure._measured(cast(Chain, Disturbed(disturbed)), setting(False), ALONE)
+    result = measure._measured(cast(Chain, Disturbed(disturbed)), SIZES, ALONE)
     for rows in SIZES:
         assert result.whole[rows].forward == pytest.approx(1e-3 * rows)
         assert result.whole[rows].backward == pytest.approx(2e-3 * rows)
@@ -73,7 +56,7 @@ def test_a_disturbed_measurement_does_not_count(disturbed: Sequence[int]) -> Non
 
 def test_emulated_passes_are_measured_once() -> None:
     chain = Disturbed(())
-    measure._measured(cast(Chain, chain), setting(False, is_emulated=True), ALONE)
+    measure._measured(cast(Chain, chain), SIZES, ALONE, is_emulated=True)
     assert chain.measured == len(SIZES)
 
 
@@ -85,24 +68,24 @@ def test_contention_is_the_time_beside_an_all_reduce_over_the_time_alone() -> No
         return lambda: None
 
     chain = cast(Chain, Disturbed(()))
-    result = measure._measured(chain, setting(False, disturb=disturb), ALONE)
+    result = measure._measured(chain, SIZES, ALONE, disturb=disturb)
     assert result.contention is not None
     assert result.contention == pytest.approx([1.0, 3.0])
     assert disturbed == pytest.approx([measure.LONGER * 2e-3 * SIZES[-1]] * 2)
     assert measure._times(result, 1).contention == pytest.approx(3.0)
-    unmeasured = measure._measured(chain, setting(False), ALONE)
+    unmeasured = measure._measured(chain, SIZES, ALONE)
     assert unmeasured.contention is None
     assert measure._times(unmeasured, 1).contention is None
 
 
 def test_a_size_that_is_disturbed_in_most_visits_is_slow() -> None:
-    result = measure._measured(cast(Chain, Disturbed((2, 7, 12))), setting(False), ALONE)
+    result = measure._measured(cast(Chain, Disturbed((2, 7, 12))), SIZES, ALONE)
     assert result.whole[8].forward == pytest.approx(16e-3)
 
 
 def test_disturbed_halves_do_not_count() -> None:
     # Whole passes and halves of 4 and 16 samples: 2, 4, 4 in halves, 8, 16, 16 in halves, 32, ...
-    result = measure._measured(cast(Chain, Disturbed((2, 9))), setting(True), ALONE)
+    result = measure._measured(cast(Chain, Disturbed((2, 9))), SIZES, ALONE, in_halves=True)
     assert sorted(result.halves) == [4, 16]
     for rows, halves in result.halves.items():
         assert halves.weights[:, 1] == pytest.approx(2e-3 * rows)

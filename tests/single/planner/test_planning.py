@@ -24,11 +24,10 @@ from hvdtrain.device import held_bytes
 from hvdtrain.host.activity import last_activity
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.stage import Images
-from hvdtrain.planner import choose, profilefile
-from hvdtrain.planner.measure import measured_sizes
+from hvdtrain.planner import choose, measure, profilefile
+from hvdtrain.planner.measure import Subject, measured_sizes
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.profile import Profile, RankTimes
-from hvdtrain.planner.subject import Subject
 from hvdtrain.world import World
 from tests import warm
 from tests.conftest import Program
@@ -382,7 +381,7 @@ def test_every_component_is_measured_in_every_way(model: str) -> None:
     images = Images([0.5] * 3, [0.25] * 3, torch.device("cpu"), "fp32")
     world = World("none", 0, 1, 0, 1, 1)
     subject = subject_of(config, components, 32, LABELS, images)
-    measured, costs = choose.local_times(subject, world), subject.costs
+    measured, costs = measure.local_times(subject, world), subject.costs
     assert list(measured.components) == [cost.name for cost in costs]
     assert measured.resident_bytes > 2**20
     sizes = measured_sizes(16, 1)
@@ -411,10 +410,10 @@ def test_sizes_that_do_not_fit_a_limit_are_left_out_and_measured_without_it(
     world = World("none", 0, 1, 0, 1, 1)
     held = held_bytes(torch.device("cpu"))
     subject = limited(held / 2**30 + 1)
-    whole = choose.local_times(subject, world)
+    whole = measure.local_times(subject, world)
     assert sizes_of(whole) == [32, 64, 128, 256, 512]
     subject = limited(held / 2**30)
-    times = choose.local_times(subject, world)
+    times = measure.local_times(subject, world)
     assert sizes_of(times) == [32, 64]
     path, words = tmp_path / "profile.json", subject.words(world)
     profilefile.save(path, words, Profile((times,)), MeasuredNetwork(("here",)))
