@@ -179,8 +179,8 @@ def augmentation(config: TrainConfig, mean: Sequence[float], epoch: int) -> Augm
 def own_augmentation(config: TrainConfig, batch: Batch, epoch: int) -> np.ndarray:
     """Return the images that a user's function makes of a batch.
 
-    It gets one seed per sample, of (seed, epoch, sample id): what it draws from them is then the
-    same on any rank, in any batch and after a resume.
+    It gets one seed per sample, of (seed, sample id), and the epoch: what it draws from both is
+    then the same on any rank, in any batch and after a resume.
 
     Raises:
         UsageError: if it fails, or returns something else than images of the same form.
@@ -188,7 +188,7 @@ def own_augmentation(config: TrainConfig, batch: Batch, epoch: int) -> np.ndarra
     where, images = f"--augment {config.augment}", batch.images
     function: Callable[..., object] = find_function(config.augment, "augment")
     try:
-        made = function(images.copy(), sample_hash(config.seed, epoch, batch.ids), epoch)
+        made = function(images.copy(), sample_hash(config.seed, 0, batch.ids), epoch)
     except HvdtrainError:
         raise
     except Exception as error:

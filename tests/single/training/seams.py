@@ -86,7 +86,7 @@ def brighter(
     images: NDArray[np.uint8], seeds: NDArray[np.uint64], epoch: int
 ) -> NDArray[np.uint8]:
     """Return images of random brightness."""
-    parts = (seeds >> np.uint64(40)).astype(np.float64) / 2**24
+    parts = np.array([np.random.default_rng([int(seed), epoch]).random() for seed in seeds])
     made: NDArray[np.uint8] = (images * (0.5 + parts / 2)[:, None, None, None]).astype(np.uint8)
     return made
 
