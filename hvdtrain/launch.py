@@ -33,7 +33,7 @@ from hvdtrain.errors import (
 from hvdtrain.host import folders, memory, output
 from hvdtrain.host.activity import IN_TRAINING, WATCH_SECONDS, Watch, last_activity, stuck_message
 from hvdtrain.host.launchers import needed_by_mpirun, own_mpirun
-from hvdtrain.host.remarks import without_launcher_banners
+from hvdtrain.host.output import without_launcher_banners
 from hvdtrain.host.stop import StopRequest, end_with_parent, suspend_with
 from hvdtrain.world import ACTIVITY
 

@@ -153,7 +153,11 @@ def pack(source: Path | str, destination: Path | str, shard_mb: int = 64) -> Ind
         "train": in_order(parts[file] for file in edition.train),
         "test": in_order(parts[file] for file in edition.test),
     }
-    names = _class_names(edition, contents)
+    text = contents.get(edition.names_file, b"").decode("utf-8", "replace")
+    names = tuple(line.strip() for line in text.splitlines() if line.strip())
+    complete = len(set(names)) == len(edition.default_names) == len(names)
+    if not (complete and all(map(str.isprintable, names))):
+        names = edition.default_names
     layout = Layout(IMAGE_SHAPE, shard_mb=shard_mb)
     return write_sources(destination, sources, layout, names, notes)
 
@@ -169,7 +173,16 @@ def is_official(source: Path) -> bool:
 def find_source(source: Path) -> tuple[Edition, Path]:
     """Return the data set that `source` holds, and the folder or archive with its files."""
     if source.is_file():
-        return _archive_edition(source), source
+        names = set(_members(source, {}))
+        for edition in EDITIONS.values():
+            if any(file.name in names for file in edition.files):
+                return edition, source
+        if names & {"data_batch_1", "train"}:
+            raise DataError(f"{source}: is the Python (pickle) version; get the binary version")
+        raise DataError(
+            f"{source}: is not an official CIFAR archive (binary version); "
+            "get one with `hvdtrain data fetch`"
+        )
     if not source.is_dir():
         raise DataError(f"{source}: no such file or folder; get one with `hvdtrain data fetch`")
     candidates = _candidates(source)
@@ -194,20 +207,6 @@ def _candidates(source: Path) -> list[tuple[Edition, Path]]:
         if (source / edition.archive).is_file():
             candidates.append((edition, source / edition.archive))
     return candidates
-
-
-def _archive_edition(path: Path) -> Edition:
-    """Return the data set that an archive holds, recognised by the names in it."""
-    names = set(_members(path, {}))
-    for edition in EDITIONS.values():
-        if any(file.name in names for file in edition.files):
-            return edition
-    if names & {"data_batch_1", "train"}:
-        raise DataError(f"{path}: is the Python (pickle) version; get the binary version")
-    raise DataError(
-        f"{path}: is not an official CIFAR archive (binary version); "
-        "get one with `hvdtrain data fetch`"
-    )
 
 
 def _members(path: Path, wanted: dict[str, int]) -> dict[str, bytes]:
@@ -293,14 +292,6 @@ def _records(
     label_bytes = len(edition.label_limits)
     images = table[:, label_bytes:].reshape(count, 3, 32, 32).transpose(0, 2, 3, 1)
     return images, table[:, label_bytes - 1]
-
-
-def _class_names(edition: Edition, contents: dict[str, bytes]) -> tuple[str, ...]:
-    """Return the class names in the file of names if it is complete, else the default names."""
-    text = contents.get(edition.names_file, b"").decode("utf-8", "replace")
-    names = tuple(line.strip() for line in text.splitlines() if line.strip())
-    complete = len(set(names)) == len(edition.default_names) == len(names)
-    return names if complete and all(map(str.isprintable, names)) else edition.default_names
 
 
 class _Interrupted(Exception):

@@ -61,15 +61,23 @@ def open_image(encoded: bytes, name: str) -> Image.Image:
     """Return what `decode` does as an RGB image of Pillow; raise DataError as it does."""
     try:
         with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
-            if fault := _size_fault(*image.size):
-                raise DataError(f"{shown(name)}: {fault}")
+            width, height = image.size
+            if min(width, height) < SMALLEST_SIDE:
+                raise DataError(
+                    f"{shown(name)}: image of {width}x{height} pixels: too small to train on"
+                )
+            if width * height > MOST_PIXELS:
+                raise Image.DecompressionBombError
             image.load()
             turn = _UPRIGHT.get(_orientation(image))
             return rgb(image if turn is None else image.transpose(turn))
     except DataError:
         raise
     except Image.DecompressionBombError:
-        raise DataError(f"{shown(name)}: {_too_large()}") from None
+        raise DataError(
+            f"{shown(name)}: image of more than {MOST_PIXELS // 10**6} million pixels: make it "
+            "smaller"
+        ) from None
     except MemoryError:
         raise
     except Exception as error:  # Pillow's decoders raise many kinds for damaged files
@@ -193,24 +201,14 @@ def shown(name: str | bytes | os.PathLike[str]) -> str:
     Line breaks, other control characters and bytes that are not UTF-8 become escapes such as \n
     and \xff.
     """
-    return "".join(map(_shown, os.fsdecode(name)))
 
+    def plain(character: str) -> str:
+        if "\udc80" <= character <= "\udcff":  # a byte that is not UTF-8
+            return f"\\x{ord(character) - 0xDC00:02x}"
+        is_plain = character.isprintable()
+        return character if is_plain else character.encode("unicode_escape").decode()
 
-def _shown(character: str) -> str:
-    if "\udc80" <= character <= "\udcff":  # a byte that is not UTF-8
-        return f"\\x{ord(character) - 0xDC00:02x}"
-    is_plain = character.isprintable()
-    return character if is_plain else character.encode("unicode_escape").decode()
-
-
-def _size_fault(width: int, height: int) -> str | None:
-    if min(width, height) < SMALLEST_SIDE:
-        return f"image of {width}x{height} pixels: too small to train on"
-    return _too_large() if width * height > MOST_PIXELS else None
-
-
-def _too_large() -> str:
-    return f"image of more than {MOST_PIXELS // 10**6} million pixels: make it smaller"
+    return "".join(map(plain, os.fsdecode(name)))
 
 
 def _orientation(image: Image.Image) -> int:

@@ -357,24 +357,21 @@ def labels_of(
     return result, names
 
 
-def split_listing(listing: Listing, fractions: tuple[float, float], seed: int) -> Listing:
-    """Return the listing with a part of each class as `test`, chosen at random by the seed.
+def split_labels(
+    labels: Labels, split: str, seed: int, class_names: Sequence[str]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows of the test split and those of the train split, ascending.
 
-    The parts are the nearest whole numbers, and at least one image each. Both keep their order.
+    A part of each class is chosen at random by the seed for the test split. The parts are the
+    nearest whole numbers, and at least one image each.
+
+    Args:
+        split: the value of --split.
 
     Raises:
         DataError: for a class with a single image.
     """
-    (images,) = listing.splits.values()
-    test, train = split_labels(images.labels, fractions, seed, listing.class_names)
-    splits = {"train": images.take(train), "test": images.take(test)}
-    return replace(listing, splits=splits)
-
-
-def split_labels(
-    labels: Labels, fractions: tuple[float, float], seed: int, class_names: Sequence[str]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows of the test split and those of the train split, ascending."""
+    _, fraction = parse_split(split)
     test = np.zeros(len(labels), bool)
     by_class = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[by_class], np.arange(len(class_names) + 1))
@@ -382,7 +379,7 @@ def split_labels(
         rows = by_class[starts[number] : starts[number + 1]]
         if len(rows) < _PARTS:
             raise DataError(f"class {name} has a single image: --split needs two of each class")
-        count = min(max(1, int(fractions[1] * len(rows) + 0.5)), len(rows) - 1)
+        count = min(max(1, int(fraction * len(rows) + 0.5)), len(rows) - 1)
         test[shuffled(rows, f"split {seed} {number}")[:count]] = True
     return np.flatnonzero(test), np.flatnonzero(~test)
 

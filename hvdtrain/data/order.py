@@ -144,14 +144,10 @@ def microbatches(count: int, requested: int, shares: Sequence[int]) -> int:
     for number in range(min(requested, count), 1, -1):
         smallest, uneven = divmod(count, number)
         sizes = {smallest, smallest + 1} if uneven else {smallest}
-        if all(_all_busy(size, shares) for size in sizes):
+        parts = [part for size in sizes for part in zip(split(size, shares), shares, strict=True)]
+        if all(stop > start for (start, stop), share in parts if share > 0):
             return number
     return 1
-
-
-def _all_busy(count: int, shares: Sequence[int]) -> bool:
-    parts = zip(split(count, shares), shares, strict=True)
-    return all(stop > start for (start, stop), share in parts if share > 0)
 
 
 def share_rows(

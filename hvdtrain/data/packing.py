@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
@@ -39,7 +39,6 @@ from hvdtrain.data.listing import (
     parse_split,
     some,
     split_labels,
-    split_listing,
 )
 from hvdtrain.data.writer import (
     Block,
@@ -151,7 +150,10 @@ def pack(
     is_csv = source.is_file() or (source / "train.csv").is_file()
     listing = list_csv(source) if is_csv else list_folder(source)
     if _has_splits(source, listing.splits, options):
-        listing = split_listing(listing, parse_split(cast(str, split)), seed)
+        images = listing.splits[ALONE]
+        test, train = split_labels(images.labels, cast(str, split), seed, listing.class_names)
+        splits = {"train": images.take(train), "test": images.take(test)}
+        listing = replace(listing, splits=splits)
     return _pack_files(listing, Path(destination), options, shard_mb, workers, report)
 
 
@@ -176,11 +178,10 @@ def _pack_arrays(source: Path, destination: Path, options: PackOptions, shard_mb
     arrays, class_names, targets = read_arrays(source)
     if _has_splits(source, arrays, options):
         ((array, labels),) = arrays.values()
-        parts = parse_split(cast(str, options.split))
         numbers, names = (
             (labels, class_names) if targets is None else (np.zeros(len(labels), np.int32), ("",))
         )
-        test, train = split_labels(numbers, parts, options.seed, names)
+        test, train = split_labels(numbers, cast(str, options.split), options.seed, names)
         rows = {"train": train, "test": test}
         arrays = dict.fromkeys(rows, (array, labels))
     else:
@@ -349,8 +350,13 @@ class Task:
             good.append(row)
             images.append(content if self.options.encoding == "jpeg" else image)
             count_values(image[None], counts[row])
+        if images and self.options.encoding == "raw":
+            array = np.stack(images)
+        else:
+            array = np.empty(len(images), object)
+            array[:] = images
         places = start + np.array(good, np.int64)
-        return Block(_array(images), labels[good], places, counts[good].astype(np.uint32)), broken
+        return Block(array, labels[good], places, counts[good].astype(np.uint32)), broken
 
     def _read(self, path: str) -> tuple[bytes, NDArray[np.uint8]]:
         content = _content(path)
@@ -362,15 +368,6 @@ class Task:
                 f"{self.size}x{self.size}: give --size N to resize all"
             )
         return content, resized(image, self.size, self.options.resize, path)
-
-
-def _array(images: list[Any]) -> NDArray[Any]:
-    """Return images as one array; files, and none at all, as an array of objects."""
-    if images and not isinstance(images[0], bytes):
-        return np.stack(images)
-    array = np.empty(len(images), object)
-    array[:] = images
-    return array
 
 
 def _blocks(

@@ -91,7 +91,11 @@ class Samples:
     def __init__(
         self, index: Index, split: Split, memory_bytes: int, verifier: Verifier = (0, 1)
     ) -> None:
-        sample_bytes = _sample_bytes(index, split)
+        # Of one stored sample, with a label and an id; of image files the average.
+        sample_bytes = index.image_bytes + index.target_form.bytes + 8
+        if index.resize is not None:
+            stored = sum(shard.bytes for shard in split.shards)
+            sample_bytes = stored // split.count + _FILE_OVERHEAD
         self.index = index
         self.split = split
         self.in_memory = split.count * sample_bytes <= memory_bytes
@@ -123,7 +127,13 @@ class Samples:
         """Read the split into memory now, if it fits; otherwise the first gather reads it."""
         with self._lock:
             if self.in_memory and self._whole is None:
-                self._whole = _read_split(self.index, self.split)
+                whole, start = empty_batch(self.index, self.split.count), 0
+                for shard in self.split.shards:
+                    _check_hash(self.index, self.split, shard)
+                    samples = read_shard(self.index, shard)
+                    _put(whole, slice(start, start + shard.count), samples)
+                    start += shard.count
+                self._whole = whole
 
     def gather(self, rows: NDArray[np.int64], picture: Picture | None = None) -> Batch:
         """Return the samples at these rows of the split, in this order, as new arrays.
@@ -138,7 +148,27 @@ class Samples:
             IndexError: for a row outside the split.
             DataError: for a damaged shard.
         """
-        return self._decoded(self._stored(rows), picture)
+        batch, index = self._stored(rows), self.index
+        if index.resize is None and picture is None:
+            if index.packed_shape is None:
+                return batch
+            images = np.ascontiguousarray(centre(batch.images, index.image_shape[0]))
+            return Batch(images, batch.labels, batch.ids)
+        images = np.empty((len(batch), *index.image_shape), np.uint8)
+
+        def put(start: int) -> None:
+            for row in range(start, min(start + _THREAD_ROWS, len(batch))):
+                stored, sample = batch.images[row], int(batch.ids[row])
+                name, size = f"{index.folder}: sample {sample}", index.image_shape[0]
+                if index.resize is None:
+                    image = Image.fromarray(stored)
+                else:
+                    image = open_image(stored, name)
+                images[row] = picture(image, sample, size) if picture else view(index, image, name)
+
+        for _ in self._started_threads().map(put, range(0, len(batch), _THREAD_ROWS)):
+            pass
+        return Batch(images, batch.labels, batch.ids)
 
     def labels(self, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return the labels at these rows, as `gather` does but without copying the images."""
@@ -166,31 +196,13 @@ class Samples:
         self.load()
         if self._whole is not None:
             return _take(self._whole, rows)
+        batch, chunks = empty_batch(self.index, len(rows)), rows // self.split.chunk_rows
         with self._lock:
-            return self._gather_chunks(rows)
-
-    def _decoded(self, batch: Batch, picture: Picture | None) -> Batch:
-        index = self.index
-        if index.resize is None and picture is None:
-            if index.packed_shape is None:
-                return batch
-            images = np.ascontiguousarray(centre(batch.images, index.image_shape[0]))
-            return Batch(images, batch.labels, batch.ids)
-        images = np.empty((len(batch), *index.image_shape), np.uint8)
-
-        def put(start: int) -> None:
-            for row in range(start, min(start + _THREAD_ROWS, len(batch))):
-                stored, sample = batch.images[row], int(batch.ids[row])
-                name, size = f"{index.folder}: sample {sample}", index.image_shape[0]
-                if index.resize is None:
-                    image = Image.fromarray(stored)
-                else:
-                    image = open_image(stored, name)
-                images[row] = picture(image, sample, size) if picture else view(index, image, name)
-
-        for _ in self._started_threads().map(put, range(0, len(batch), _THREAD_ROWS)):
-            pass
-        return Batch(images, batch.labels, batch.ids)
+            for chunk in np.unique(chunks):
+                places = np.flatnonzero(chunks == chunk)
+                inside = rows[places] - chunk * self.split.chunk_rows
+                _put(batch, places, _take(self._chunk(int(chunk)), inside))
+        return batch
 
     def _started_threads(self) -> ThreadPoolExecutor:
         """Return the threads that decode; those of another process do not survive a fork."""
@@ -217,15 +229,6 @@ class Samples:
     def _check(self, rows: NDArray[np.int64]) -> None:
         if len(rows) and not (rows.min() >= 0 and rows.max() < self.split.count):
             raise IndexError(f"a row outside 0..{self.split.count - 1} of {self.split.name}")
-
-    def _gather_chunks(self, rows: NDArray[np.int64]) -> Batch:
-        batch = empty_batch(self.index, len(rows))
-        chunks = rows // self.split.chunk_rows
-        for chunk in np.unique(chunks):
-            places = np.flatnonzero(chunks == chunk)
-            samples = _take(self._chunk(int(chunk)), rows[places] - chunk * self.split.chunk_rows)
-            _put(batch, places, samples)
-        return batch
 
     def _chunk(self, chunk: int) -> Batch:
         """Return a chunk of the split, from memory if it was used recently."""
@@ -273,14 +276,6 @@ def view(index: Index, image: Image.Image, name: str = "") -> NDArray[np.uint8]:
     return centre(resized(image, max(size, index.stored_shape[0]), how, name), size)
 
 
-def _sample_bytes(index: Index, split: Split) -> int:
-    """Return the memory of one stored sample, with a label and an id; the average of files."""
-    if index.resize is None:
-        return index.image_bytes + index.target_form.bytes + 8
-    stored = sum(shard.bytes for shard in split.shards)
-    return stored // split.count + _FILE_OVERHEAD
-
-
 def _take(samples: Batch, rows: NDArray[np.int64]) -> Batch:
     return Batch(np.take(samples.images, rows, axis=0), samples.labels[rows], samples.ids[rows])
 
@@ -290,17 +285,6 @@ def _put(batch: Batch, places: NDArray[np.int64] | slice, samples: Batch) -> Non
     batch.images[places] = samples.images
     batch.labels[places] = samples.labels
     batch.ids[places] = samples.ids
-
-
-def _read_split(index: Index, split: Split) -> Batch:
-    """Return the whole split, decoded; raise DataError for a shard that differs from the index."""
-    whole = empty_batch(index, split.count)
-    start = 0
-    for shard in split.shards:
-        _check_hash(index, split, shard)
-        _put(whole, slice(start, start + shard.count), read_shard(index, shard))
-        start += shard.count
-    return whole
 
 
 def _check_hash(index: Index, split: Split, shard: Shard) -> None:

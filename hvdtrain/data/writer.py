@@ -257,6 +257,11 @@ class _Writer:
         file = f"{name}-{len(done):05d}.h5"
         _write(self.destination, file, content)
         start, stop = done[-1].next if done else 0, int(block.places[-1]) + 1
+        histogram = np.zeros((self.layout.image_shape[2] if name == "train" else 0, 256), np.int64)
+        if block.counts is None:
+            count_values(block.images, histogram)
+        elif len(histogram):
+            histogram += block.counts.sum(axis=0, dtype=np.int64)
         finished = _Finished(
             key=self.key,
             shard=Shard(file, len(block), len(content), hashlib.sha256(content).hexdigest()),
@@ -264,7 +269,7 @@ class _Writer:
             next=stop,
             largest_label=largest,
             broken=[fault for fault in broken if start <= fault[0] < stop],
-            counts=_counts(block, self.layout.image_shape[2]) if name == "train" else [],
+            counts=histogram.tolist(),
         )
         if self.key is not None:
             record = json.dumps(asdict(finished)).encode()
@@ -306,15 +311,6 @@ def _joined(blocks: list[Block]) -> Block:
         np.concatenate([block.places for block in blocks]),
         np.concatenate(counts) if counts else None,
     )
-
-
-def _counts(block: Block, channels: int) -> list[list[int]]:
-    histogram = np.zeros((channels, 256), np.int64)
-    if block.counts is None:
-        count_values(block.images, histogram)
-    else:
-        histogram += block.counts.sum(axis=0, dtype=np.int64)
-    return list(histogram.tolist())
 
 
 def count_values(images: NDArray[np.uint8], histogram: NDArray[np.int64]) -> None:

@@ -5,15 +5,19 @@ separate processes with a time limit.
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hvdtrain import launch
 from hvdtrain.doctor import launchers, libraries, machine, reduction
-from hvdtrain.doctor.check import Check, is_fit, report_as_json, show, waiting
-from hvdtrain.doctor.process import Answer, probe
+from hvdtrain.doctor.check import Check, is_fit, report_as_json, show
+from hvdtrain.doctor.process import probe
+from hvdtrain.host import output
 
 # Launch lines and probes that do not measure time run in parallel.
 AT_ONCE = 2
@@ -44,7 +48,8 @@ def doctor(as_json: bool = False) -> int:
         examination = examine()
         print(report_as_json(examination.checks, examination.lines))
     else:
-        with waiting("examining libraries, launchers and devices (about 20 s)"):
+        text = "examining libraries, launchers and devices (about 20 s)"
+        with output.console().status(text) if sys.stdout.isatty() else nullcontext():
             examination = examine()
         show(examination.checks, examination.lines)
     return 0 if is_fit(examination.checks) else 1
@@ -62,12 +67,18 @@ def examine() -> Examination:
         examination.checks += [libraries.python_check(), *libraries.build_tool_checks()]
         torch, tensorflow, mpi = (job.result() for job in jobs)
     horovod = torch.facts.get("horovod", {"error": torch.reason})
-    examination.checks += _library_checks(torch, tensorflow, mpi)
-    examination.checks.append(
-        libraries.agreement_check(
-            mpi.facts, _plugins(torch, tensorflow), launcher, has_srun=slurm.state == "ok"
-        )
-    )
+    for name, package in {"PyTorch": "torch", "NumPy": "numpy", "h5py": "h5py"}.items():
+        facts = torch.facts.get(package)
+        examination.checks.append(libraries.package_check(name, facts, torch.reason))
+    answers = {"torch": torch, "tensorflow": tensorflow}
+    plugins = {name: answer.facts.get("horovod", {}) for name, answer in answers.items()}
+    loaded = {name: facts for name, facts in plugins.items() if "libraries" in facts}
+    examination.checks += [
+        libraries.tensorflow_check(tensorflow),
+        libraries.mpi4py_check(mpi),
+        libraries.horovod_check(horovod),
+        libraries.agreement_check(mpi.facts, loaded, launcher, has_srun=slurm.state == "ok"),
+    ]
     if launcher.version and "library" in mpi.facts:
         library, _ = libraries.identity(mpi.facts["library"])
         numbers = _start_ranks(examination, library, horovod)
@@ -83,28 +94,6 @@ def examine() -> Examination:
     return examination
 
 
-def _library_checks(torch: Answer, tensorflow: Answer, mpi: Answer) -> list[Check]:
-    names = {"PyTorch": "torch", "NumPy": "numpy", "h5py": "h5py"}
-    return [
-        *(
-            libraries.package_check(name, torch.facts.get(package), torch.reason)
-            for name, package in names.items()
-        ),
-        libraries.tensorflow_check(tensorflow),
-        libraries.mpi4py_check(mpi),
-        libraries.horovod_check(torch.facts.get("horovod"), torch.reason),
-    ]
-
-
-def _plugins(torch: Answer, tensorflow: Answer) -> dict[str, Mapping[str, Any]]:
-    """Return the facts of Horovod's plugins that load, by framework."""
-    plugins = {
-        name: answer.facts.get("horovod", {})
-        for name, answer in (("torch", torch), ("tensorflow", tensorflow))
-    }
-    return {name: facts for name, facts in plugins.items() if "libraries" in facts}
-
-
 def _start_ranks(examination: Examination, library: str, horovod: Mapping[str, Any]) -> set[int]:
     """Time an all-reduce on 2 ranks with nothing else running, then watch all-reduces on 4 ranks.
 
@@ -116,7 +105,8 @@ def _start_ranks(examination: Examination, library: str, horovod: Mapping[str, A
     """
     pair = probe("allreduce", launcher=launch.mpirun(2))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        automatic, ring = pool.map(_watch_reductions, ("auto", "ring"))
+        start = partial(probe, "reductions", launcher=launch.mpirun(4), extra=LOG_COMPONENTS)
+        automatic, ring = pool.map(start, ("auto", "ring"))
     tuned = [name for name in os.environ if name.startswith(("OMPI_MCA_coll_", "MPIR_CVAR_ALLR"))]
     examination.checks += reduction.allreduce_checks(pair, "error" not in horovod)
     examination.checks.append(reduction.algorithm_check(pair, automatic, ring, library, tuned))
@@ -124,10 +114,6 @@ def _start_ranks(examination: Examination, library: str, horovod: Mapping[str, A
     if not pair.facts.get(needed):
         return set()
     return {2, 4} if automatic.facts.get("size") == 4 else {2}
-
-
-def _watch_reductions(kind: str) -> Answer:
-    return probe("reductions", kind, launcher=launch.mpirun(4), extra=LOG_COMPONENTS)
 
 
 def _try_launchers(examination: Examination, site: launchers.Site, numbers: set[int]) -> None:

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -64,13 +63,6 @@ def report_as_text(checks: Sequence[Check], lines: LaunchLines, closing: str | N
         if check.cure:
             rows.append(f"{'':5}  {'':{width}}  fix: {check.cure}")
     return "\n".join([*rows, "", *_launch_rows(lines), closing or verdict(checks, lines)])
-
-
-def waiting(text: str) -> AbstractContextManager[object]:
-    """Show a text on a terminal while the context is open."""
-    if not sys.stdout.isatty():
-        return nullcontext()
-    return output.console().status(text)
 
 
 def show(checks: Sequence[Check], lines: LaunchLines, closing: str | None = None) -> None:

@@ -147,9 +147,8 @@ def line_check(line: LaunchLine, outcome: Outcome, site: Site) -> Check:
 
 def find_slurm() -> Check:
     """Return the check of Slurm: its version and the kinds of MPI that it can start."""
-    if shutil.which("srun") is None:
-        return slurm_check("", None)
-    return slurm_check(words(["srun", "--version"]), run(["srun", "--mpi=list"], 10))
+    kinds = run(["srun", "--mpi=list"], 10) if shutil.which("srun") else None
+    return slurm_check(words(["srun", "--version"]) if kinds else "", kinds)
 
 
 def slurm_check(version: str, kinds: Outcome | None) -> Check:

@@ -95,12 +95,12 @@ def build_tool_checks() -> list[Check]:
     """Return the checks of the C++ compiler and CMake, which only building Horovod needs."""
     compiler = (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
     cmake = os.environ.get("HOROVOD_CMAKE", "cmake")
-    cures = {
-        "C++ compiler": (compiler, "apt install g++ make, or module load gcc"),
-        "CMake": (cmake, "apt install cmake, or pip install cmake"),
-    }
+    tools = (
+        ("C++ compiler", compiler, "apt install g++ make, or module load gcc"),
+        ("CMake", cmake, "apt install cmake, or pip install cmake"),
+    )
     checks = []
-    for name, (program, cure) in cures.items():
+    for name, program, cure in tools:
         path = shutil.which(program)
         version = first_line([path, "--version"]) if path else ""
         if version:
@@ -124,13 +124,13 @@ def mpi4py_check(answer: Answer) -> Check:
         text = f"{package['version']}: {files} does not support MPI_THREAD_MULTIPLE"
         cure = "run hvdtrain setup, whose Open MPI supports it, or use another MPI that does"
         return Check(name, "fault", text, cure)
-    text = f"{package['version']}, {_short(facts['library'])} ({files}), MPI_THREAD_MULTIPLE"
+    library = " ".join(re.split(r"[,\n]", facts["library"])[0].split())  # Open MPI v5.0.11
+    text = f"{package['version']}, {library} ({files}), MPI_THREAD_MULTIPLE"
     return Check(name, "ok", text)
 
 
-def horovod_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
+def horovod_check(facts: Mapping[str, Any]) -> Check:
     """Return the check of Horovod's PyTorch plugin: its version and what it was built with."""
-    facts = facts or {"error": reason}
     if is_missing(facts):
         return Check("Horovod", "note", WITHOUT_HOROVOD, f"{BUILD}, if you need it")
     if "error" in facts:
@@ -215,8 +215,3 @@ def _path_check(name: str, library: tuple[str, str], launcher: Launcher, agreed:
     if belongs(launcher.first_version, library):
         return Check(name, "note", text, cure)
     return Check(name, "fault", f"{text}, which horovodrun would use", cure)
-
-
-def _short(library: str) -> str:
-    """Return the start of MPI_Get_library_version, such as `Open MPI v5.0.11`."""
-    return " ".join(re.split(r"[,\n]", library)[0].split())

@@ -69,33 +69,35 @@ def preflight(as_json: bool) -> int:
 
 def job_checks(launcher: str, seen: Sequence[Seen]) -> list[Check]:
     """Return the checks that follow from the properties of the ranks."""
-    return [
-        _ranks(launcher, seen),
-        _same("versions", [one.versions for one in seen], "use one environment on all nodes"),
-        _affinity(seen),
-        _gpus(seen),
-        _shared_memory(seen),
-        _folder(seen),
-    ]
+    hosts = Counter(one.host for one in seen)
+    places = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+    versions = Counter(one.versions for one in seen)
+    same = Check("versions", "ok", f"{seen[0].versions} on all ranks")
+    if len(versions) > 1:
+        text = "; ".join(f"{value} on {count} rank(s)" for value, count in versions.items())
+        same = Check("versions", "fault", text, "use one environment on all nodes")
+    least = min(seen, key=lambda one: one.shared_memory)
+    text = f"{least.shared_memory / MEGA:,.0f} MiB free in /dev/shm of {least.host}"
+    memory = Check("shared memory", "ok", text)
+    if least.shared_memory < 64 * MEGA:
+        memory = Check("shared memory", "fault", text, "MPI needs it: ask the site, or free it")
+    ranks = Check("ranks", "ok", f"{len(seen)} by {launcher}: {places}")
+    return [ranks, same, _affinity(seen), _gpus(seen), memory, _folder(seen)]
 
 
 def _look(current: World) -> Seen:
+    from hvdtrain.device import gpu_count
+
     memory = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     return Seen(
         host=socket.gethostname(),
         cores=tuple(sorted(os.sched_getaffinity(0))),
         threads=current.threads,
-        gpus=_gpu_count(),
+        gpus=gpu_count(),
         shared_memory=memory.f_bavail * memory.f_frsize if memory else 0,
         versions=f"hvdtrain {__version__}, Python {sys.version.split()[0]}",
         folder_seconds=_see_folder(current),
     )
-
-
-def _gpu_count() -> int:
-    from hvdtrain.device import gpu_count
-
-    return gpu_count()
 
 
 def _see_folder(current: World) -> float | None:
@@ -113,16 +115,13 @@ def _see_folder(current: World) -> float | None:
     if fault := current.broadcast(fault):
         raise DataError(fault)
     start = time.monotonic()
-    late: float | None = None
-    while late is None and time.monotonic() - start < SECONDS_TO_SHOW:
-        if path.exists():
-            late = time.monotonic() - start
-        else:
-            time.sleep(0.05)
+    while not (is_seen := path.exists()) and time.monotonic() - start < SECONDS_TO_SHOW:
+        time.sleep(0.05)
+    late = time.monotonic() - start
     current.barrier()
     if current.rank == 0:
         path.unlink()
-    return late
+    return late if is_seen else None
 
 
 def _sum(current: World) -> Check:
@@ -149,20 +148,6 @@ def _sum(current: World) -> Check:
     slowest, size = max(current.gather(milliseconds)), 4 * ELEMENTS / MEGA
     rate = 1e3 * size / slowest
     return Check("all-reduce", "ok", f"{size:.0f} MiB in {slowest:.1f} ms, {rate:,.0f} MiB/s")
-
-
-def _ranks(launcher: str, seen: Sequence[Seen]) -> Check:
-    hosts = Counter(one.host for one in seen)
-    places = ", ".join(f"{count} on {host}" for host, count in hosts.items())
-    return Check("ranks", "ok", f"{len(seen)} by {launcher}: {places}")
-
-
-def _same(name: str, values: Sequence[str], cure: str) -> Check:
-    counts = Counter(values)
-    if len(counts) == 1:
-        return Check(name, "ok", f"{values[0]} on all ranks")
-    text = "; ".join(f"{value} on {count} rank(s)" for value, count in counts.items())
-    return Check(name, "fault", text, cure)
 
 
 def _affinity(seen: Sequence[Seen]) -> Check:
@@ -195,14 +180,6 @@ def _gpus(seen: Sequence[Seen]) -> Check:
         text = f"fewer GPUs than ranks on {', '.join(crowded)}"
         return Check("GPUs", "note", text, "request one GPU per rank (--gpus-per-node)")
     return Check("GPUs", "ok", f"{having[0].gpus} seen by each rank of {having[0].host}")
-
-
-def _shared_memory(seen: Sequence[Seen]) -> Check:
-    least = min(seen, key=lambda one: one.shared_memory)
-    text = f"{least.shared_memory / MEGA:,.0f} MiB free in /dev/shm of {least.host}"
-    if least.shared_memory < 64 * MEGA:
-        return Check("shared memory", "fault", text, "MPI needs it: ask the site, or free it")
-    return Check("shared memory", "ok", text)
 
 
 def _folder(seen: Sequence[Seen]) -> Check:

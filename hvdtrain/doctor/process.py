@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from hvdtrain.host.launchers import needed_by_mpirun
-from hvdtrain.host.remarks import without_launcher_banners
+from hvdtrain.host.output import without_launcher_banners
 from hvdtrain.launch import LAUNCHER_VARIABLES
 
 # A first import from a network file system is slow.
@@ -92,8 +92,7 @@ def words(command: Sequence[str]) -> str:
 def first_line(command: Sequence[str]) -> str:
     """Return the first output line of a program such as `c++ --version`; empty if it fails."""
     outcome = run(command, 10)
-    lines = outcome.output.strip().splitlines()
-    return lines[0] if outcome.code == 0 and lines else ""
+    return outcome.output.strip().partition("\n")[0] if outcome.code == 0 else ""
 
 
 def probe(

@@ -59,7 +59,14 @@ def allreduce_checks(answer: Answer, horovod_loads: bool) -> list[Check]:
         return [*checks, Check("all-reduce by Horovod", "note", text)]
     checks.append(_sum_check("all-reduce by Horovod", "horovod", answer))
     if checks[-1].state == "ok":
-        checks.append(_process_set_check(answer))
+        text, cure = f"did not work: {answer.reason or 'a wrong sum'}", "run hvdtrain setup"
+        check = Check(
+            "process sets", "fault", text, f"unset HOROVOD_DYNAMIC_PROCESS_SETS, then {cure}"
+        )
+        if facts.get("process_sets_right"):
+            text = "a set was added for each of 2 ranks and gave correct sums"
+            check = Check("process sets", "ok", text)
+        checks.append(check)
     return checks
 
 
@@ -122,16 +129,6 @@ def _sum_check(name: str, library: str, answer: Answer) -> Check:
         return Check(name, "fault", text, cure)
     milliseconds = answer.facts[f"{library}_milliseconds"]
     return Check(name, "ok", f"1 MB of float32 on 2 ranks: correct, {milliseconds:.2f} ms")
-
-
-def _process_set_check(answer: Answer) -> Check:
-    name = "process sets"
-    if answer.facts.get("process_sets_right"):
-        return Check(name, "ok", "a set was added for each of 2 ranks and gave correct sums")
-    text = f"did not work: {answer.reason or 'a wrong sum'}"
-    return Check(
-        name, "fault", text, "unset HOROVOD_DYNAMIC_PROCESS_SETS, then run hvdtrain setup"
-    )
 
 
 def _name(watched: Mapping[str, Any], size: int) -> str:

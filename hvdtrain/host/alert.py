@@ -9,7 +9,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from hvdtrain.errors import shortened
@@ -23,15 +23,13 @@ OPTION = "--on-alert"
 
 def without_command(words: Sequence[str]) -> list[str]:
     """Return the words of a command line without the option and its value."""
-
-    def kept(rest: Iterator[str]) -> Iterator[str]:
-        for word in rest:
-            if word == OPTION:
-                next(rest, None)
-            elif not word.startswith(f"{OPTION}="):
-                yield word
-
-    return list(kept(iter(words)))
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word == OPTION:
+            next(rest, None)
+        elif not word.startswith(f"{OPTION}="):
+            kept.append(word)
+    return kept
 
 
 def send(command: str | None, cause: str, message: str, run: str | None) -> list[threading.Thread]:

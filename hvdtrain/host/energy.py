@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def _open_rapl(meter: Meter) -> None:
                 continue
             path = zone / "energy_uj"
             largest = int((zone / "max_energy_range_uj").read_text()) / 1e6
-            read = _reader(path)
+            read = partial(_joules, path)
             part = name if name.startswith("package") else f"{name} {zone.name.split(':')[1]}"
             meter.counters[RAPL, part] = Counter(read, largest, read())
         except PermissionError:
@@ -140,8 +141,8 @@ def _open_rapl(meter: Meter) -> None:
             meter.missing.append(f"RAPL: {zone} cannot be read: {error}")
 
 
-def _reader(path: Path) -> Callable[[], float]:
-    return lambda: int(path.read_text()) / 1e6
+def _joules(path: Path) -> float:
+    return int(path.read_text()) / 1e6
 
 
 def _open_nvml(meter: Meter) -> None:
@@ -149,37 +150,20 @@ def _open_nvml(meter: Meter) -> None:
     try:
         import pynvml
 
+        def read(handle: Any) -> float:
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+
         pynvml.nvmlInit()
         for place in range(pynvml.nvmlDeviceGetCount()):
-            read = _gpu_reader(pynvml.nvmlDeviceGetHandleByIndex(place))
-            meter.counters[NVML, f"GPU {place}"] = Counter(read, float("inf"), read())
+            one = partial(read, pynvml.nvmlDeviceGetHandleByIndex(place))
+            meter.counters[NVML, f"GPU {place}"] = Counter(one, float("inf"), one())
     except Exception as error:  # without its library NVML has no exceptions of its own
         meter.missing.append(f"NVML: {error}")
 
 
-def _gpu_reader(handle: Any) -> Callable[[], float]:
-    import pynvml
-
-    def read() -> float:
-        try:
-            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
-        except pynvml.NVMLError as error:
-            raise RuntimeError(str(error)) from None
-
-    return read
-
-
 def _open_slurm(meter: Meter, step: str) -> None:
     """Add what Slurm counts for a step, if it counts energy."""
-    command = (
-        "sstat",
-        "--noheader",
-        "--parsable2",
-        "--format",
-        "ConsumedEnergyRaw",
-        "--jobs",
-        step,
-    )
+    command = f"sstat --noheader --parsable2 --format ConsumedEnergyRaw --jobs {step}".split()
 
     def read() -> float:
         answer = _answer(*command).strip()

@@ -43,13 +43,18 @@ def read_text(path: Path) -> str:
         text = content.decode()
         depth = 0
         misread: list[tuple[int, int]] = []
+        event: Any
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST or isinstance(event, yaml.AliasEvent):
                 raise UsageError(f"{path} is not a configuration: expected lines of 'key: value'")
-            if isinstance(event, yaml.ScalarEvent):
-                misread += _misread(event)
+            if (
+                isinstance(event, yaml.ScalarEvent)
+                and event.style is event.tag is event.anchor is None
+                and MISREAD.fullmatch(event.value)
+            ):
+                misread.append((event.start_mark.index, event.end_mark.index))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}: correct the path") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -58,13 +63,6 @@ def read_text(path: Path) -> str:
     for start, end in reversed(misread):
         text = f"{text[:start]}'{text[start:end]}'{text[end:]}"
     return text
-
-
-def _misread(event: Any) -> list[tuple[int, int]]:
-    """Return start and end of a scalar that PyYAML would read as a number of base 60 or 8."""
-    is_plain = event.style is None and event.tag is None and event.anchor is None
-    is_number = is_plain and MISREAD.fullmatch(event.value)
-    return [(event.start_mark.index, event.end_mark.index)] if is_number else []
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
@@ -138,22 +136,20 @@ def check_numbers(content: Any, key: object = "") -> None:
 
 def as_csv(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return rows below their heads as CSV, in which no text is a formula of a spreadsheet."""
+
+    def harmless(cell: Any) -> Any:
+        return f"'{cell}" if isinstance(cell, str) and FORMULA.match(cell) else cell
+
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([_no_formula(cell) for cell in row] for row in (heads, *rows))
+    writer.writerows(map(harmless, row) for row in (heads, *rows))
     return text.getvalue()
 
 
-def _no_formula(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and FORMULA.match(cell) else cell
-
-
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names: set[str] = set()
-        for name, _ in pairs:
-            if name in names:
-                raise ValueError(f"the key {on_one_line(name)!r} is given twice")
-            names.add(name)
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content:
+            raise ValueError(f"the key {on_one_line(name)!r} is given twice")
+        content[name] = value
     return content

@@ -16,14 +16,8 @@ PROCESSORS = Path("/sys/devices/system/cpu")
 GROUPS = Path("/sys/fs/cgroup")
 MOST_SHARED = 0.05  # of the cores
 MOST_THROTTLED = 0.02  # of the time
-_USER, _NICE, _SYSTEM, _IRQ, _SOFTIRQ, _STOLEN = (
-    0,
-    1,
-    2,
-    5,
-    6,
-    7,
-)  # columns of a line of /proc/stat
+# Columns of a line of /proc/stat: user, nice, system, irq and softirq; and stolen.
+_BUSY, _STOLEN = (0, 1, 2, 5, 6), 7
 
 
 @dataclass(frozen=True)
@@ -117,7 +111,7 @@ def _stat(cores: set[int]) -> tuple[dict[int, float], dict[int, float]]:
                 continue
             ticks = list(map(int, columns))
             # Guests are counted in user and nice, too.
-            busy[core] = tick * sum(ticks[i] for i in (_USER, _NICE, _SYSTEM, _IRQ, _SOFTIRQ))
+            busy[core] = tick * sum(ticks[i] for i in _BUSY)
             stolen[core] = tick * ticks[_STOLEN]
     return busy, stolen
 

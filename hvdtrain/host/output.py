@@ -1,14 +1,18 @@
-"""Standard output and standard error, whose loss never ends a run, and rich's console on them."""
+"""Standard output and standard error, whose loss never ends a run, and rich's console on them.
+
+And the remarks of libraries and of mpirun, which are removed from them.
+"""
 
 import codecs
 import errno
 import io
 import os
+import re
 import select
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
 
@@ -121,3 +125,43 @@ def without(remarks: Sequence[str]) -> Iterator[None]:
             for line in held:
                 if not any(remark.encode() in line for remark in remarks):
                     os.write(2, line)
+
+
+# mpirun frames its own remarks with these lines.
+EDGE = "-" * 70
+LAUNCHER_WORDS = (
+    r"not enough slots|prterun|prted|PRTE|PRRTE|PMIx server|mpirun|MPI_ABORT|Open MPI|open-mpi"
+)
+# Lines without a frame that mpirun's libraries write while it ends, and on which nobody can act:
+# those of PMIx, and those of libevent on an epoll of a pipe that is already closed.
+WARNINGS = r"\[[^\]]+\] PMIX ERROR|\[warn\] Epoll "
+
+
+def without_launcher_banners(lines: Iterable[str], banners: list[str]) -> Iterator[str]:
+    """Yield the lines of the ranks, and collect mpirun's own framed remarks in `banners`."""
+    frame: list[str] = []
+    for line in _whole_lines(lines):
+        is_edge = line.startswith(EDGE)
+        if not frame and not is_edge:
+            if not re.match(WARNINGS, line):
+                yield line
+            continue
+        frame.append(line)
+        if is_edge and len(frame) > 1:
+            if re.search(LAUNCHER_WORDS, " ".join(" ".join(frame).split())):
+                banners += [text.rstrip("\n") for text in frame[1:-1]]
+            else:
+                yield from frame
+            frame = []
+    yield from frame
+
+
+def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines without NULs; a frame's edge starts a new line, even after a partial line."""
+    for line in lines:
+        line = line.replace("\0", "")
+        start = line.find(EDGE)
+        if start > 0:
+            yield line[:start] + "\n"
+            line = line[start:]
+        yield line

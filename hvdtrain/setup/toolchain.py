@@ -59,16 +59,6 @@ class Mpi:
     version: str
     folder_of_library: Path
 
-    @property
-    def name(self) -> str:
-        """Kind and version."""
-        return f"{self.kind} {self.version}"
-
-    @property
-    def folder_in_wheel(self) -> str:
-        """The folder that a wheel for this MPI contains; one for the package is relocatable."""
-        return str(self.folder_of_library) if self.kind == "system" else "relative"
-
 
 def package_version(name: str) -> str | None:
     """Return the version of an installed package with its local part (`2.13.0+cpu`), or None."""
@@ -98,11 +88,6 @@ def release(version: str) -> tuple[int, int]:
     """Return the first two numbers of a version: (2, 13) of `2.13.0+cpu`."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-def python_version() -> str:
-    """Return the version of Python and the platform, such as `cpython-311 linux-x86_64`."""
-    return f"{sys.implementation.cache_tag} {sysconfig.get_platform()}"
 
 
 def torch_version() -> str:
@@ -164,11 +149,6 @@ def find_cmake() -> str:
         os.environ.get("HOROVOD_CMAKE", "cmake"),
         "apt install cmake, or without root: pip install cmake, or module load cmake",
     )
-
-
-def missing_build_packages() -> list[str]:
-    """Return the Python packages of the build that this environment lacks."""
-    return [name for name in BUILD_PACKAGES if package_version(name) is None]
 
 
 def check_builders() -> None:
@@ -381,12 +361,13 @@ def ingredients(
     return {
         "horovod": source.VERSION,
         "edits": source.fingerprint(),
-        "python": python_version(),
+        "python": f"{sys.implementation.cache_tag} {sysconfig.get_platform()}",
         "libc": " ".join(platform.libc_ver()),
         "torch": torch_version(),
         "tensorflow": (tensorflow and not cuda and supported_tensorflow()) or "none",
-        "mpi": mpi.name,
-        "mpi_folder": mpi.folder_in_wheel,
+        "mpi": f"{mpi.kind} {mpi.version}",
+        # A wheel for the package of PyPI is relocatable.
+        "mpi_folder": str(mpi.folder_of_library) if mpi.kind == "system" else "relative",
         "compiler": output_of([compiler, "--version"]).splitlines()[0],
         "flags": " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ),
         "cpu": cpu_flags(cpu or default_cpu(), compiler),

@@ -79,8 +79,8 @@ def test_libraries_that_are_missing_or_poor_are_faults_with_a_cure() -> None:
         libraries.mpi4py_check(Answer({"mpi4py": gone})),
         libraries.mpi4py_check(Answer(package, "it was killed by SIGABRT")),
         libraries.mpi4py_check(Answer(package | MPI | {"thread_multiple": False})),
-        libraries.horovod_check(gone, ""),
-        libraries.horovod_check(PLUGIN | {"mpi": False, "nccl": False}, ""),
+        libraries.horovod_check(gone),
+        libraries.horovod_check(PLUGIN | {"mpi": False, "nccl": False}),
         libraries.tensorflow_check(Answer({"tensorflow": {"error": "ImportError: y"}})),
     ):
         assert check.state == "fault", check

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from hvdtrain.errors import Preempted
-from hvdtrain.host.remarks import without_launcher_banners
+from hvdtrain.host.output import without_launcher_banners
 from hvdtrain.launch import (
     AT_ONCE,
     BEFORE_TRAINING,

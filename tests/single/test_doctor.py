@@ -130,10 +130,10 @@ def test_a_broken_horovod_and_a_foreign_mpirun_are_faults_with_cures(tmp_path: P
 
 def test_without_horovod_several_ranks_train_by_mpi() -> None:
     missing = {"error": "ModuleNotFoundError: No module named 'horovod'"}
-    check = libraries.horovod_check(missing, "")
+    check = libraries.horovod_check(missing)
     assert check.state == "note"
     assert "--reduce-with mpi" in check.text
-    broken = libraries.horovod_check({"error": "ImportError: libmpi.so.40: missing"}, "")
+    broken = libraries.horovod_check({"error": "ImportError: libmpi.so.40: missing"})
     assert broken.state == "fault"
     assert "--reduce-with mpi" in broken.cure
 

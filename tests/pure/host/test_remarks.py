@@ -1,4 +1,4 @@
-from hvdtrain.host.remarks import without_launcher_banners
+from hvdtrain.host.output import without_launcher_banners
 
 FRAME = "-" * 74 + "\n"
 KILLED = """\
