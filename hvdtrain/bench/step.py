@@ -21,7 +21,7 @@ from hvdtrain import world
 from hvdtrain.backends.pytorch.session import TorchSession
 from hvdtrain.backends.pytorch.setup import model_components, open_session
 from hvdtrain.bench.options import StepConfig
-from hvdtrain.check.verify import CHECKS
+from hvdtrain.check.plan import CHECKS
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.device import Mark, is_gpu, mark, now, synchronize

@@ -1,4 +1,4 @@
-"""Comparison of steps under a plan with serial steps.
+"""Comparison of steps under a plan with serial steps: `plan check`, and `train --verify`.
 
 Each serial step starts with the current weights of the ranks, so that rounding errors do not add
 up. Its optimizer gets the gradients of the ranks: gradients and updates are compared separately.
@@ -18,12 +18,17 @@ from torch.nn.modules.dropout import _DropoutNd
 from hvdtrain.backends.pytorch.batches import check_sizes, input_boundaries
 from hvdtrain.backends.pytorch.build import agree_on_values, build_runtime
 from hvdtrain.backends.pytorch.optimizers import set_learning_rate
+from hvdtrain.backends.pytorch.remarks import Trial
+from hvdtrain.backends.pytorch.setup import Checks
 from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
 from hvdtrain.check.parity import Batch, Done, Parity, SerialRun, gradient_errors, loss_scale
 from hvdtrain.config import TrainConfig
+from hvdtrain.data import order
 from hvdtrain.data.index import TargetForm
-from hvdtrain.engine.feed import step_seed, take_rows
-from hvdtrain.errors import UsageError
+from hvdtrain.data.order import Range
+from hvdtrain.engine.feed import Feeder, augmentation, step_seed, take_rows
+from hvdtrain.engine.progress import learning_rate
+from hvdtrain.errors import CheckFailed, UsageError
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.models.losses import example_targets, form_for
 from hvdtrain.models.shapes import boundaries
@@ -252,6 +257,75 @@ def local_batch(
     """Return this rank's images and labels of a global batch."""
     first, last = pieces.parts[0], pieces.parts[plan.last]
     return take_rows(images, first.get(rank, ())), take_rows(labels, last.get(rank, ()))
+
+
+def compare_run(trial: Trial, plan: Plan) -> Parity:
+    """Compare the first step, the last one of the first epoch, and the second. Collective.
+
+    With batch norm over all replicas the steps run in fp64: sums over replicas round differently
+    from sums in one process, and batch norm amplifies the difference.
+    """
+    config, images = trial.config, trial.images
+    if config.batch_norm == "sync" and config.precision != "fp64":
+        config = replace(config, precision="fp64")
+        images = Images(*trial.normalisation, images.device, config.precision)
+    length, size = len(trial.rows), config.batch_size
+    total = config.total_samples(length)
+    slices = [bounds for bounds in order.step_slices(length, size) if bounds[0] < total]
+    compared = dict.fromkeys([slices[0], slices[-1], *slices[1:2]])
+    batches = [_batch(trial, plan, bounds) for bounds in compared]
+    return compare(config, trial.components, plan, batches, images, trial.world)
+
+
+def _batch(trial: Trial, plan: Plan, bounds: Range) -> Batch:
+    config, (start, stop) = trial.config, bounds
+    rows = order.training_order(trial.index, trial.rows, config.seed, 0)[start:stop]
+    feeder = Feeder(trial.splits["train"], augmentation(config, trial.normalisation[0], 0))
+    parts = cut(plan, len(rows)).parts
+    first, last = (parts[k].get(trial.world.rank, ()) for k in (0, plan.last))
+    local = feeder.gather((take_rows(rows, first), take_rows(rows, last)))
+    whole = feeder.gather((rows, rows)) if trial.world.rank == 0 else None
+    return Batch(
+        size=len(rows),
+        position=start,
+        local=(local.pixels, local.labels),
+        whole=(whole.pixels, whole.labels) if whole else None,
+        rate=learning_rate(config, len(trial.rows), start),
+    )
+
+
+def fault(trial: Trial, plan: Plan) -> str:
+    """Return how the results of a plan differ from those of one rank, or "". Collective."""
+    return compare_run(trial, plan).fault
+
+
+def verify(trial: Trial, plan: Plan) -> str:
+    """Refuse a plan whose results differ from those of one rank. Collective.
+
+    Returns:
+        The result, in words.
+
+    Raises:
+        CheckFailed: on rank 0, naming the tensor with the largest error.
+    """
+    compared = compare_run(trial, plan)
+    if trial.world.rank == 0 and compared.mixing:
+        raise CheckFailed(f"--verify: {compared.fault}")
+    if trial.world.rank == 0 and compared.fault:
+        raise CheckFailed(
+            f"--verify: {compared.fault}, between the plan and one rank: use another --plan or "
+            "--schedule, or drop --verify if the model draws random numbers other than those of "
+            "nn.Dropout, because it cannot check such a model"
+        )
+    trial.world.barrier()
+    verified = (
+        f"verified: {compared.steps} step(s) under the plan match those of one rank; the largest "
+        f"error is {compared.largest:.1e}"
+    )
+    return "; ".join(filter(None, (verified, compared.not_proved)))
+
+
+CHECKS = Checks(verify, fault)
 
 
 SAMPLES = 4  # images of a trial: two halves, since some models cannot take one image

@@ -38,7 +38,7 @@ class Replication:
     """The second copies that this rank keeps.
 
     Attributes:
-        home: the folder of the
+        home: the folder of this rank's copies.
         owner: the rank whose checkpoint files are copied.
         is_new: whether no copy was made since the run was opened.
         before: the identity of the checkpoint that the pending one will replace.
@@ -79,7 +79,7 @@ def repair_records(config: TrainConfig, world: World) -> None:
 
     Raises:
         DataError: if they cannot be written.
-        UsageError: if another user could have changed the
+        UsageError: if another user could have changed the copies.
     """
     if not (config.replicate and config.resume and config.run):
         return
@@ -88,9 +88,15 @@ def repair_records(config: TrainConfig, world: World) -> None:
     fault = files.ownership_problem(home, follow=False) if home.exists() else None
     if fault := next(filter(None, world.gather(fault)), None):
         raise UsageError(f"--replicate: {fault}")
-    sizes = world.gather(records_bytes(home))
-    if world.rank == int(np.argmax(sizes)):
-        restore_records(run, home)
+    # The largest copy is of the newest checkpoint.
+    sizes = world.gather(sum(path.stat().st_size for path in records(home)))
+    for copy in records(home) if world.rank == int(np.argmax(sizes)) else ():
+        if not (run / copy.name).exists():
+            try:
+                run.mkdir(files.OWN_FOLDER, parents=True, exist_ok=True)
+                _copy(copy, run / copy.name)
+            except OSError as error:
+                raise DataError(f"{run} cannot be written: {error.strerror}") from None
     world.barrier()
 
 
@@ -245,11 +251,6 @@ def records(home: Path) -> list[Path]:
     return [path for path in home.glob("*.*") if path.suffix in (".yaml", ".jsonl")]
 
 
-def records_bytes(home: Path) -> int:
-    """Return the bytes of the copied records: the largest copy is of the newest checkpoint."""
-    return sum(path.stat().st_size for path in records(home))
-
-
 def repair(checkpoint: Path, home: Path) -> None:
     """Repair missing and damaged files of a checkpoint from the copies in `home`.
 
@@ -272,21 +273,6 @@ def repair(checkpoint: Path, home: Path) -> None:
             _copy(copy / MANIFEST, checkpoint / MANIFEST)
     except OSError as error:
         raise DataError(f"{checkpoint} cannot be repaired: {error.strerror}") from None
-
-
-def restore_records(run: Path, home: Path) -> None:
-    """Restore config.yaml and metrics.jsonl if the run folder has none.
-
-    Raises:
-        DataError: if they cannot be written.
-    """
-    for copy in records(home):
-        if not (run / copy.name).exists():
-            try:
-                run.mkdir(files.OWN_FOLDER, parents=True, exist_ok=True)
-                _copy(copy, run / copy.name)
-            except OSError as error:
-                raise DataError(f"{run} cannot be written: {error.strerror}") from None
 
 
 def copied(home: Path) -> list[str]:

@@ -72,20 +72,30 @@ def restore(session: Session, run: RunFolder, say: Callable[[str], None]) -> dic
         DataError: if no checkpoint verifies, or the newest one cannot be read.
     """
     with session.activity.doing("reading a checkpoint", START_FACTOR):
-        return _restore(session, run, say)
+        return _newest_put(session, run, say)
 
 
-def _restore(
+def _newest_put(
     session: Session, run: RunFolder, say: Callable[[str], None]
 ) -> dict[str, Any] | None:
     world, folder = session.world, run.checkpoints.resolve()
     directory = session.config.replicate
     home = replication.home_of(directory, run.path, world.rank) if directory else None
+    local = [path.name for path in store.stored(folder)] + (
+        replication.copied(home) if home else []
+    )
+    names = {name for rank_names in _gather(session, local) for name in rank_names}
     faulty: list[tuple[Path, DataError]] = []
-    for path in _candidates(folder, home, session):
+    for name in sorted(names, key=store.step_of, reverse=True):
+        path = folder / name  # it exists at least in part
         outcome = fault = _verify(path, session)
         if isinstance(fault, DataError) and home is not None:
-            outcome = _repair(path, home, session)
+            unrepaired = None
+            try:
+                replication.repair(path, home)
+            except DataError as error:
+                unrepaired = error
+            outcome = _worst(_gather(session, unrepaired)) or _verify(path, session)
             if isinstance(outcome, _Verified):
                 say(f"repaired {path.name} from the copies of --replicate: {fault}")
         if isinstance(outcome, Unreadable):
@@ -124,24 +134,6 @@ def _gather(session: Session, value: Value) -> list[Value]:
         return session.world.gather(value)
 
 
-def _candidates(folder: Path, home: Path | None, session: Session) -> list[Path]:
-    """Return all checkpoints that exist at least in part, the newest first. Collective."""
-    local = [path.name for path in store.stored(folder)]
-    everywhere = _gather(session, [*local, *(replication.copied(home) if home else [])])
-    names = {name for rank_names in everywhere for name in rank_names}
-    return [folder / name for name in sorted(names, key=store.step_of, reverse=True)]
-
-
-def _repair(path: Path, home: Path, session: Session) -> _Verified | DataError:
-    """Repair a checkpoint from the ranks' copies; return it, or what is still wrong with it."""
-    fault = None
-    try:
-        replication.repair(path, home)
-    except DataError as error:
-        fault = error
-    return _worst(_gather(session, fault)) or _verify(path, session)
-
-
 def _verify(path: Path, session: Session) -> _Verified | DataError:
     """Return a checkpoint's content, or what is wrong with it: the same on all ranks.
 
@@ -155,7 +147,11 @@ def _verify(path: Path, session: Session) -> _Verified | DataError:
         return manifest
     fault, read = None, list[dict[str, np.ndarray]]()
     try:
-        _wait_for(path)
+        until = time.monotonic() + SECONDS_TO_SHOW
+        while not path.is_dir():  # until this host sees the checkpoint, as rank 0 does
+            if time.monotonic() > until:
+                raise Unreadable(f"{path} does not exist on {socket.gethostname()}")
+            time.sleep(0.1)
         for entry in manifest.parts[world.rank :: world.size]:
             with session.activity.doing("reading a checkpoint", START_FACTOR):
                 read.append(patiently(partial(read_verified, path, entry)))
@@ -163,20 +159,20 @@ def _verify(path: Path, session: Session) -> _Verified | DataError:
         # Its frames hold what was read, and it lives until another checkpoint is found.
         fault = error.with_traceback(None)
         read.clear()
-    results = _gather(session, (fault, [_forms(tensors) for tensors in read]))
+    forms = [
+        {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        for tensors in read
+    ]
+    results = _gather(session, (fault, forms))
     if worst := _worst([rank_fault for rank_fault, _ in results]):
         read.clear()
         return worst
     count = len(manifest.parts)
     parts = [results[part % world.size][1][part // world.size] for part in range(count)]
-    if len({name for forms in parts for name in forms}) != sum(map(len, parts)):
+    if len({name for part in parts for name in part}) != sum(map(len, parts)):
         return Damaged(f"{path} contains a tensor twice")
     held = {name: tensor for tensors in read for name, tensor in tensors.items()}
     return _Verified(path, manifest.progress, manifest.configuration, manifest.parts, parts, held)
-
-
-def _forms(tensors: Mapping[str, np.ndarray]) -> Forms:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _worst(faults: Sequence[DataError | None]) -> DataError | None:
@@ -188,24 +184,15 @@ def _worst(faults: Sequence[DataError | None]) -> DataError | None:
     return min((fault for fault in faults if fault is not None), key=order, default=None)
 
 
-def _wait_for(path: Path) -> None:
-    """Return once this host sees the checkpoint, as rank 0 does."""
-    until = time.monotonic() + SECONDS_TO_SHOW
-    while not path.is_dir():
-        if time.monotonic() > until:
-            raise Unreadable(f"{path} does not exist on {socket.gethostname()}")
-        time.sleep(0.1)
-
-
 def _manifest(path: Path) -> Manifest | DataError:
     try:
         manifest = patiently(partial(read_manifest, path))
-        try:
-            Progress.of(manifest.progress)
-        except DataError as error:
-            return Damaged(f"{path} {error}")
     except DataError as error:
         return error
+    try:
+        Progress.of(manifest.progress)
+    except DataError as error:
+        return Damaged(f"{path} {error}")
     return manifest
 
 

@@ -110,10 +110,23 @@ def commit(
     """
     final, temporary = folder / name, _unfinished(folder, name, owner.token if owner else "")
     try:
-        _complete(temporary, writers, progress, configuration)
+        parts = tuple(_read_receipt(_receipt(temporary, rank)) for rank in writers)
+        for part in parts:  # each rank has read its own file back: is it still there?
+            patiently(partial(check_size, temporary / part.name, part))
+        text = Manifest(parts, progress, configuration).to_json()
+        files.write_whole(temporary / MANIFEST, lambda file: file.write(text.encode()))
+        for rank in writers:
+            _receipt(temporary, rank).unlink()
+        files.sync(temporary)
         if owner is not None:
             owner.check()
-        _give_name(temporary, final)
+        replaced = final.with_name(f"{REPLACED}{name}")  # an earlier checkpoint of the step
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():
+            final.rename(replaced)
+        temporary.rename(final)
+        files.sync(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, UsageError, DataError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if owner is not None:
@@ -121,37 +134,6 @@ def commit(
         restore_replaced(folder)
         raise _not_written(final, error) from None
     return final
-
-
-def _complete(
-    temporary: Path,
-    writers: Sequence[int],
-    progress: dict[str, Any],
-    configuration: dict[str, Any],
-) -> None:
-    """Write the manifest to the disk in place of the receipts.
-
-    Each rank has read its own file back; the size shows whether it is still there.
-    """
-    parts = tuple(_read_receipt(_receipt(temporary, rank)) for rank in writers)
-    for part in parts:
-        patiently(partial(check_size, temporary / part.name, part))
-    text = Manifest(parts, progress, configuration).to_json()
-    files.write_whole(temporary / MANIFEST, lambda file: file.write(text.encode()))
-    for rank in writers:
-        _receipt(temporary, rank).unlink()
-    files.sync(temporary)
-
-
-def _give_name(temporary: Path, final: Path) -> None:
-    """Give a complete checkpoint its final name, replacing an earlier one of the same step."""
-    replaced = final.with_name(f"{REPLACED}{final.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        final.rename(replaced)
-    temporary.rename(final)
-    files.sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def discard(folder: Path, name: str, rank: int, token: str) -> None:

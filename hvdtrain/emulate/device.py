@@ -1,12 +1,23 @@
-"""The modelled device and links of one rank, on a dilated clock."""
+"""The modelled device and links of one rank, on a dilated clock.
+
+Transfers and all-reduces end when the modelled ones would, with real small payloads.
+"""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from hvdtrain.parallel.exchange import Exchange, Receipt
+from hvdtrain.plan.traffic import Operation
 from hvdtrain.planner.clusters import DEVICES, Cluster, ClusterNetwork, Event, slowdown
 from hvdtrain.planner.network import Network
+from hvdtrain.sync.collectives import Collectives
+from hvdtrain.world import World
 
 
 class Clock:
@@ -128,3 +139,130 @@ class Hardware:
         _, reduce = self.network.contention
         overlap = min(max(0.0, waiting_since - start), seconds * reduce)
         return start + overlap + seconds - overlap / reduce
+
+
+class DelayedExchange(Exchange):
+    """Transfers that take as long as on modelled links.
+
+    As the cost model of the planner has it: the latency passes from the send on, and the bytes
+    move while the receiver waits for them, because MPI makes no progress during computing.
+
+    Args:
+        scale: modelled bytes per byte of a message.
+    """
+
+    def __init__(
+        self, world: World, device: torch.device, hardware: Hardware, scale: float
+    ) -> None:
+        assert world.communicator is not None, "a single rank transfers nothing"
+        self.hardware, self.scale = hardware, scale
+        super().__init__(world.communicator, device)
+
+    def now(self) -> float:
+        """Return the time at which the modelled device is ready to send."""
+        return self.hardware.clock.modelled_now()
+
+    def complete(self, receipts: Sequence[Receipt], start: float) -> None:
+        """Return when the messages would have arrived."""
+        clock = self.hardware.clock
+        start -= clock.late
+        super().complete(receipts, start)
+        network, rank = self.hardware.network, self.communicator.rank
+        moving = 0.0
+        for receipt in receipts:
+            latency = network.send_seconds(receipt.sender, rank, 1)
+            size = self.scale * receipt.rows.nbytes
+            moving += network.send_seconds(receipt.sender, rank, size) - latency
+            sent = self.sent_at(receipt)
+            start = max(start, sent + clock.dilation * latency)
+        clock.until(start + clock.dilation * moving)
+
+
+class Started(NamedTuple):
+    """An operation in flight.
+
+    Attributes:
+        handle, stamps: of the operation, and of the sum of all members' start times.
+        size: bytes of the modelled tensor whose all-reduce takes as long.
+    """
+
+    handle: Any
+    stamps: Any
+    size: float
+    flight: Flight
+
+
+class DelayedCollectives:
+    """Collective operations that take as long as on a modelled network.
+
+    The last member's start counts: every operation is followed by the sum of a vector with the
+    start time of each member. The operations of a group take place one after another.
+
+    Args:
+        collectives: do the real operations.
+        ranks: of the group.
+        scale: modelled bytes per byte of a tensor.
+    """
+
+    def __init__(
+        self, collectives: Collectives, ranks: Sequence[int], hardware: Hardware, scale: float
+    ) -> None:
+        self.collectives, self.ranks = collectives, tuple(ranks)
+        self.hardware, self.scale = hardware, scale
+        self.size, self.place, self.sent_bytes = collectives.size, collectives.place, 0.0
+        self.free_at = 0.0  # real time at which the previous operation ends
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Announce operations."""
+        self.collectives.prepare([each for name in names for each in (name, _stamps(name))])
+
+    def all_reduce(self, tensor: Tensor, name: str) -> Started:
+        """Start a sum in place."""
+        return self._start("all_reduce", tensor, name)
+
+    def all_gather(self, tensor: Tensor, name: str) -> Started:
+        """Start to gather the replicas' tensors."""
+        return self._start("all_gather", tensor, name)
+
+    def reduce_scatter(self, tensor: Tensor, name: str) -> Started:
+        """Start to sum, each replica for its slice."""
+        return self._start("reduce_scatter", tensor, name)
+
+    def all_to_all(self, tensor: Tensor, name: str) -> Started:
+        """Start to send each replica its slice."""
+        return self._start("all_to_all", tensor, name)
+
+    def progress(self) -> None:
+        """Let operations in flight continue."""
+        self.collectives.progress()
+
+    def wait(self, handle: Started) -> Tensor:
+        """Return the result of an operation when the modelled one would have ended."""
+        clock = self.hardware.clock
+        waiting_since = clock.modelled_now()
+        starts = self.collectives.wait(handle.stamps)
+        result = self.collectives.wait(handle.handle)
+        start = max(self.free_at, float(starts.max()))
+        seconds = self.hardware.reduce_seconds(self.ranks, handle.size)
+        self.free_at = self.hardware.end_of(start, seconds, waiting_since)
+        self.hardware.flights.remove(handle.flight)
+        clock.until(self.free_at)
+        return result
+
+    def _start(self, kind: Any, tensor: Tensor, name: str) -> Started:
+        operation = Operation(kind, round(self.scale * tensor.nbytes))
+        self.sent_bytes += operation.sent_bytes(self.size)
+        size = operation.as_all_reduce(self.size)
+        now = self.hardware.clock.modelled_now()
+        flights = self.hardware.flights
+        start = max([now, *(flight.start + flight.seconds for flight in flights)])
+        flight = Flight(start, self.hardware.reduce_seconds(self.ranks, size))
+        handle = getattr(self.collectives, kind)(tensor, name)
+        stamps = torch.zeros(self.size, dtype=torch.float64)
+        stamps[self.place] = now
+        flights.append(flight)
+        return Started(handle, self.collectives.all_reduce(stamps, _stamps(name)), size, flight)
+
+
+def _stamps(name: str) -> str:
+    return f"{name}.start"

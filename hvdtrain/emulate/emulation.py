@@ -18,8 +18,13 @@ from typing_extensions import override
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Index
 from hvdtrain.emulate.components import SCALE, Work, emulated
-from hvdtrain.emulate.device import Clock, Flight, Hardware
-from hvdtrain.emulate.links import DelayedCollectives, DelayedExchange
+from hvdtrain.emulate.device import (
+    Clock,
+    DelayedCollectives,
+    DelayedExchange,
+    Flight,
+    Hardware,
+)
 from hvdtrain.engine.machine import Machine
 from hvdtrain.engine.session import Device
 from hvdtrain.errors import UsageError

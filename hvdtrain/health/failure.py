@@ -144,20 +144,16 @@ def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
         return code, f"hvdtrain: {name}{error.strerror}: {cure}"
     message = str(error).lower()
     if isinstance(error, MemoryError) or any(words in message for words in OUT_OF_MEMORY):
-        return RankError.exit_code, f"hvdtrain: {where} {_out_of_memory(error)}"
+        doing = "; ".join(getattr(error, "__notes__", []))
+        lines = [*str(error).splitlines(), "no details are known"]
+        reason = re.sub(r"^\[enforce fail.*?\] err == 0\. ", "", lines[0])
+        return RankError.exit_code, (
+            f"hvdtrain: {where} is out of memory{f' ({doing})' if doing else ''}: {reason}; use a "
+            "smaller --batch-size, more --microbatches, --recompute, or fewer ranks on a host"
+        )
     code = EXIT_INTERNAL if alone else RankError.exit_code
     heading = "" if alone else f"hvdtrain: {where}:\n"
     return code, heading + "".join(traceback.format_exception(error)).rstrip()
-
-
-def _out_of_memory(error: BaseException) -> str:
-    doing = "; ".join(getattr(error, "__notes__", []))
-    lines = [*str(error).splitlines(), "no details are known"]
-    reason = re.sub(r"^\[enforce fail.*?\] err == 0\. ", "", lines[0])
-    return (
-        f"is out of memory{f' ({doing})' if doing else ''}: {reason}; use a smaller --batch-size, "
-        "more --microbatches, --recompute, or fewer ranks on a host"
-    )
 
 
 def _detect_quietly() -> Launch:

@@ -64,7 +64,7 @@ def open_session(config: TrainConfig, world: World, mark: Callable[[str], None])
         mark("model")
         return session
     from hvdtrain.backends.pytorch import setup
-    from hvdtrain.check.verify import CHECKS
+    from hvdtrain.check.plan import CHECKS
 
     mark("framework")
     return setup.open_session(config, world, CHECKS, mark)

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hvdtrain.emulate.device import Clock, Hardware
-from hvdtrain.emulate.links import DelayedCollectives, DelayedExchange
+from hvdtrain.emulate.device import Clock, DelayedCollectives, DelayedExchange, Hardware
 from hvdtrain.planner.clusters import PRESETS
 from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.world import World, communicator_among

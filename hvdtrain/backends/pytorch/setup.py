@@ -61,7 +61,7 @@ def _ignore(phase: str) -> None:
 
 @dataclass(frozen=True)
 class Checks:
-    """Comparisons of a plan with one rank, see `hvdtrain.check.verify`. Collective.
+    """Comparisons of a plan with one rank, see `hvdtrain.check.plan`. Collective.
 
     Attributes:
         verify: returns the result in words, or raises CheckFailed.

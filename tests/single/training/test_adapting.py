@@ -8,7 +8,7 @@ import pytest
 from hvdtrain.backends.pytorch import setup
 from hvdtrain.backends.pytorch.migration import TorchMigration
 from hvdtrain.backends.pytorch.session import TorchSession
-from hvdtrain.check.verify import CHECKS
+from hvdtrain.check.plan import CHECKS
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.costs import component_costs
 from hvdtrain.plan.plan import Plan, replicated

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.backends.pytorch import setup
-from hvdtrain.check.verify import CHECKS
+from hvdtrain.check.plan import CHECKS
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shards import open_split
 from hvdtrain.world import World

@@ -11,7 +11,7 @@ from hvdtrain import data
 from hvdtrain.backends.pytorch import residence
 from hvdtrain.backends.pytorch.residence import resident_images
 from hvdtrain.backends.pytorch.setup import open_session
-from hvdtrain.check.verify import CHECKS
+from hvdtrain.check.plan import CHECKS
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
 from hvdtrain.data.shards import open_split
