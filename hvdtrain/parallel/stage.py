@@ -23,8 +23,8 @@ from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
 from hvdtrain.parallel.boundary import keeping_format
 from hvdtrain.parallel.checksums import digest, fingerprint
 from hvdtrain.parallel.resident import Resident
+from hvdtrain.sync.apart import Meetings
 from hvdtrain.sync.gradients import Gradients
-from hvdtrain.sync.meetings import Meetings, NoMeetings
 
 # Of weights; and of what forwards compute in, if it is another one.
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64} | dict.fromkeys(
@@ -382,7 +382,7 @@ class Part:
     model: StageModel
     gradients: Gradients
     optimizer: torch.optim.Optimizer | None
-    meetings: Meetings = field(default_factory=NoMeetings)
+    meetings: Meetings = field(default_factory=Meetings)
     is_first_replica: bool = True
     synchronised: bool = False
     is_whole: bool = False

@@ -5,18 +5,61 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hvdtrain.options.syncrequest import DiLoCo, Elastic, Local
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Collectives
-from hvdtrain.sync.meetings import Kept, Shapes
-from hvdtrain.sync.replica import MODEL, Replica
-from hvdtrain.sync.states import CopiedStates
+from hvdtrain.sync.states import MODEL, CopiedStates, Kept, Replica, Shapes
 
 COUNTS = "counts/"
+
+
+class Meetings(Kept):
+    """The meetings of one stage's replicas; of those that agree in every step there are none.
+
+    All methods are collective among the replicas.
+
+    Attributes:
+        differ: whether the replicas may hold different weights now.
+    """
+
+    differ: bool = False
+
+    def before_step(self, epoch: int) -> None:
+        """Prepare for a step of training.
+
+        Args:
+            epoch: of the step, from 0.
+        """
+        return
+
+    def after_step(self, step: int) -> None:
+        """Meet if it is due after a step of all replicas.
+
+        Args:
+            step: of the epoch, from 1, so that the meetings of an epoch do not depend on where
+                the run was resumed.
+        """
+        return
+
+    def meet(self) -> None:
+        """Agree now: before an evaluation, and at the end of the run."""
+        return
+
+    def agreed(self) -> Mapping[str, Tensor]:
+        """Return what all replicas would hold if they agreed now, by the names of a checkpoint.
+
+        Checkpoints hold these tensors instead of those of one replica; tensors in which replicas
+        do not differ are left out.
+        """
+        return {}
+
+    def counted(self) -> Mapping[str, float]:
+        """Return what this rank has counted since the start, by name, such as meetings."""
+        return {}
 
 
 @dataclass
@@ -26,8 +69,8 @@ class Trained:
     samples: int = 0
 
 
-class Apart(Kept, ABC):
-    """Replicas that train apart and meet after every `period` steps of an epoch.
+class Apart(Meetings, ABC):
+    """Replicas that train apart and meet after every period of steps of an epoch.
 
     Between two meetings a checkpoint holds the average of all replicas as the model, and each
     replica's own state beside it, under `replica/<place>/`. A run that is resumed with the same
@@ -37,7 +80,7 @@ class Apart(Kept, ABC):
         replica: this rank's.
         collectives: among the replicas.
         trained: counts this replica's samples.
-        period: number of steps.
+        request: the period, and what else the method takes.
 
     Attributes:
         differ: whether replicas may hold different weights now.
@@ -46,13 +89,16 @@ class Apart(Kept, ABC):
     """
 
     def __init__(
-        self, replica: Replica, collectives: Collectives, trained: Trained, period: int
+        self,
+        replica: Replica,
+        collectives: Collectives,
+        trained: Trained,
+        request: Local | DiLoCo | Elastic,
     ) -> None:
         self.replica, self.collectives, self.trained = replica, collectives, trained
-        self.period = period
-        self.averager = Averager(collectives)
+        self.request = request
         self.copies = CopiedStates(replica.copied, collectives)
-        self.differ, self.has_local_state = False, False
+        self.has_local_state = False
         self.steps, self.samples_before = 0, trained.samples
         self.meetings, self.drift = 0, 0.0
 
@@ -61,13 +107,10 @@ class Apart(Kept, ABC):
         """Samples of this replica since replicas last agreed."""
         return self.trained.samples - self.samples_before
 
-    def before_step(self, epoch: int) -> None:
-        """Do nothing."""
-
     def after_step(self, step: int) -> None:
         """Meet if the step ends a period."""
         self.count_step()
-        if step % self.period == 0:
+        if step % self.request.period == 0:
             self.exchange()
 
     def count_step(self) -> None:
@@ -130,8 +173,8 @@ class Apart(Kept, ABC):
             named = {**self.replica.parameters, **self.replica.averaged}
             tensors |= {f"{MODEL}{name}": value for name, value in named.items()}
         weight = self.samples if self.steps else 1.0
-        travelling = self.averager.start("checkpoint", list(tensors.values()), weight)
-        averages = self.averager.finish(travelling).averages
+        values = list(tensors.values())
+        averages = weighted_average(self.collectives, "checkpoint", values, weight).averages
         return {
             name: average.to(value.dtype)
             for (name, value), average in zip(tensors.items(), averages, strict=True)
@@ -214,25 +257,8 @@ def _inward(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Travelling:
-    """Tensors of all replicas that are being averaged.
-
-    Attributes:
-        shapes: of the tensors.
-        flat: [n], their values and the weight of each replica.
-        handle: of the all-reduce.
-        averaged: how many of the tensors are averaged; the others are summed.
-    """
-
-    shapes: list[torch.Size]
-    flat: Tensor
-    handle: Any
-    averaged: int
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """The same bits on all replicas.
+class Averages:
+    """Averages and sums over the replicas, the same bits on all of them.
 
     Attributes:
         averages: weighted, in the order and the shapes of the tensors.
@@ -250,67 +276,37 @@ class Agreed:
         return int(self.weights.nonzero()[0])
 
 
-class Averager:
-    """Averages tensors over replicas.
+@torch.no_grad()
+def weighted_average(
+    collectives: Collectives,
+    name: str,
+    tensors: Sequence[Tensor],
+    weight: float,
+    summed: Sequence[Tensor] = (),
+) -> Averages:
+    """Average `tensors` over the replicas, and sum `summed`. Collective.
 
-    This is the only place where what replicas that train apart exchange is put into an all-reduce:
-    whatever makes it smaller belongs here.
+    Values travel in the logical order of each tensor, because the memory format of a tensor may
+    differ between replicas. The results are views of one flat tensor.
 
     Args:
-        collectives: among the replicas.
+        weight: of this replica, such as its number of samples; positive on some replica.
     """
-
-    def __init__(self, collectives: Collectives) -> None:
-        self.collectives = collectives
-
-    @torch.no_grad()
-    def start(
-        self, name: str, tensors: Sequence[Tensor], weight: float, summed: Sequence[Tensor] = ()
-    ) -> Travelling:
-        """Start to average `tensors`, and to sum `summed`.
-
-        Values travel in the logical order of each tensor, because the memory format of a tensor
-        may differ between replicas.
-
-        Args:
-            weight: of this replica, such as its number of samples; positive on some replica.
-        """
-        values, size = [*tensors, *summed], self.collectives.size
-        dtype = reduce(
-            torch.promote_types, (value.dtype for value in values[1:]), _dtype_of(values)
-        )
-        count = sum(value.numel() for value in values)
-        device = values[0].device if values else None
-        flat = torch.zeros(count + size, dtype=dtype, device=device)
-        for value, piece in zip(values, _pieces(flat, _shapes(values)), strict=True):
-            piece.copy_(value)
-        flat[: sum(value.numel() for value in tensors)] *= weight
-        flat[count + self.collectives.place] = weight
-        handle = self.collectives.all_reduce(flat, name)
-        return Travelling(_shapes(values), flat, handle, len(tensors))
-
-    def finish(self, travelling: Travelling) -> Agreed:
-        """Wait for the all-reduce, and return its results; they are views of the flat tensor."""
-        self.collectives.wait(travelling.handle)
-        flat, averaged = travelling.flat, travelling.averaged
-        pieces = _pieces(flat, travelling.shapes)
-        weights = flat[-self.collectives.size :]
-        flat[: sum(piece.numel() for piece in pieces[:averaged])] /= weights.sum()
-        return Agreed(pieces[:averaged], pieces[averaged:], weights)
-
-
-def _dtype_of(values: Sequence[Tensor]) -> torch.dtype:
-    return values[0].dtype if values else torch.float32
-
-
-def _shapes(values: Sequence[Tensor]) -> list[torch.Size]:
-    return [value.shape for value in values]
-
-
-def _pieces(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Return views of a flat tensor, one after another."""
-    pieces, offset = [], 0
-    for shape in shapes:
-        pieces.append(flat[offset : offset + shape.numel()].view(shape))
-        offset += shape.numel()
-    return pieces
+    values, size = [*tensors, *summed], collectives.size
+    dtypes = [value.dtype for value in values] or [torch.float32]
+    numbers, device = [value.numel() for value in values], values[0].device if values else None
+    flat = torch.zeros(
+        sum(numbers) + size, dtype=reduce(torch.promote_types, dtypes), device=device
+    )
+    pieces = [
+        piece.view(value.shape)
+        for piece, value in zip(flat[:-size].split(numbers), values, strict=True)
+    ]
+    for value, piece in zip(values, pieces, strict=True):
+        piece.copy_(value)
+    averaged, weights = flat[: sum(numbers[: len(tensors)])], flat[-size:]
+    averaged *= weight
+    weights[collectives.place] = weight
+    collectives.wait(collectives.all_reduce(flat, name))
+    averaged /= weights.sum()
+    return Averages(pieces[: len(tensors)], pieces[len(tensors) :], weights)

@@ -24,8 +24,7 @@ from hvdtrain.plan.cut import Share
 from hvdtrain.plan.marks import Reduction
 from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.sync.collectives import Collectives
-from hvdtrain.sync.meetings import Kept, Shapes
-from hvdtrain.sync.states import CopiedStates, States
+from hvdtrain.sync.states import CopiedStates, Kept, Shapes, States
 
 State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 

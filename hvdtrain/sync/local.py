@@ -1,18 +1,20 @@
-"""Local SGD: gradients of a replica alone, and averages of weights after every period."""
+"""Methods of replicas that train apart: local SGD, DiLoCo and elastic averaging."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hvdtrain.options.syncrequest import DiLoCo, Elastic, Local
 from hvdtrain.plan.cut import Share
 from hvdtrain.plan.marks import Reduction
-from hvdtrain.sync.apart import Apart, Trained
+from hvdtrain.sync.apart import Apart, Trained, weighted_average
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Gradients, SerialGradients
-from hvdtrain.sync.meetings import Shapes
-from hvdtrain.sync.replica import Replica
+from hvdtrain.sync.states import MODEL, Replica, Shapes
+
+FORCE = 0.9  # the sum of the rates of all replicas, in the paper's experiments
 
 
 class LocalGradients(SerialGradients):
@@ -121,31 +123,26 @@ class LocalMeetings(Apart):
     Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
 
     Args:
-        averages_optimizer: whether the optimizer's state is averaged, too. Otherwise each replica
-            keeps its own.
         gradients: exact at first; None: local from the start.
-        exact_epochs: number of epochs with exact gradients.
     """
+
+    request: Local
 
     def __init__(
         self,
         replica: Replica,
         collectives: Collectives,
         trained: Trained,
-        period: int,
-        averages_optimizer: bool = False,
+        request: Local,
         gradients: SwitchedGradients | None = None,
-        exact_epochs: int = 0,
     ) -> None:
-        super().__init__(replica, collectives, trained, period)
-        self.averages_optimizer = averages_optimizer
-        self.gradients, self.exact_epochs = gradients, exact_epochs
-        self.is_exact = gradients is not None
+        super().__init__(replica, collectives, trained, request)
+        self.gradients, self.is_exact = gradients, gradients is not None
 
     @override
     def before_step(self, epoch: int) -> None:
         """Make the gradients local in the first step after the exact epochs."""
-        self.is_exact = epoch < self.exact_epochs
+        self.is_exact = epoch < self.request.exact_epochs
         if self.gradients is not None and not self.is_exact:
             self.gradients.become_local()
 
@@ -160,12 +157,193 @@ class LocalMeetings(Apart):
     def exchange(self) -> None:
         parameters = list(self.replica.parameters.values())
         tensors = [*parameters, *self.replica.averaged.values()]
-        if self.averages_optimizer:
+        if self.request.averages_optimizer:
             tensors += self.replica.moments().values()
-        agreed = self.averager.finish(self.averager.start("meeting", tensors, self.samples))
+        agreed = weighted_average(self.collectives, "meeting", tensors, self.samples)
         self.measure_drift(agreed.averages[: len(parameters)])
         for tensor, average in zip(tensors, agreed.averages, strict=True):
             tensor.copy_(average)
         self.copy_states(agreed.first)
-        self.differ, self.has_local_state = False, not self.averages_optimizer
+        self.differ, self.has_local_state = False, not self.request.averages_optimizer
         self.end_period()
+
+
+class DiLoCoMeetings(Apart):
+    """Meetings with an outer optimizer, which follows the average of the replicas' changes.
+
+    Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv
+    2311.08105. The outer gradient is the start of the period minus the average of the replicas;
+    SGD with Nesterov momentum updates the start with it, and all replicas continue from there.
+
+    Attributes:
+        start: the parameters after the last meeting, the same on all replicas; empty before the
+            first step.
+        momentum: of the outer optimizer, per parameter.
+    """
+
+    request: DiLoCo
+    start: Sequence[Tensor] = ()
+    momentum: Sequence[Tensor] = ()
+
+    @override
+    def before_step(self, epoch: int) -> None:
+        """Note the weights from which all replicas start, before the first step."""
+        if not self.start:
+            parameters = [value.detach() for value in self.replica.parameters.values()]
+            self.start = [value.clone() for value in parameters]
+            self.momentum = [torch.zeros_like(value) for value in parameters]
+
+    @override
+    @torch.no_grad()
+    def exchange(self) -> None:
+        parameters = list(self.replica.parameters.values())
+        buffers = list(self.replica.averaged.values())
+        changes = [start - value for start, value in zip(self.start, parameters, strict=True)]
+        agreed = weighted_average(self.collectives, "meeting", [*changes, *buffers], self.samples)
+        gradients = agreed.averages[: len(changes)]
+        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+        self.drift = float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0
+        for start, momentum, gradient in zip(self.start, self.momentum, gradients, strict=True):
+            momentum.mul_(self.request.momentum).add_(gradient)
+            step = gradient.add(momentum, alpha=self.request.momentum)
+            start.sub_(step, alpha=self.request.lr)
+        targets = [*self.start, *agreed.averages[len(changes) :]]
+        for value, target in zip([*parameters, *buffers], targets, strict=True):
+            value.copy_(target)
+        self.copy_states(agreed.first)
+        self.differ = False
+        self.end_period()
+
+    @override
+    def saved(self) -> dict[str, Tensor]:
+        """Return this replica's state; the first one adds what is the same on all."""
+        saved = super().saved()
+        if self.collectives.place == 0 and self.start:
+            for kind, tensors in (("start", self.start), ("momentum", self.momentum)):
+                names = self._names(kind)
+                saved |= dict(zip(names, tensors, strict=True))
+        return saved
+
+    @override
+    def wanted(self, shapes: Shapes) -> frozenset[str]:
+        """Return the replica's state, and the state of the outer optimizer."""
+        outer = {*self._names("start"), *self._names("momentum")}
+        return super().wanted(shapes) | (outer & shapes.keys())
+
+    @override
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue as the replica that saved this state, with the same outer optimizer."""
+        self.start = self._loaded(tensors, "start")
+        self.momentum = self._loaded(tensors, "momentum")
+        super().load(tensors)
+
+    def _names(self, kind: str) -> list[str]:
+        return [f"outer/{kind}/{name}" for name in self.replica.parameters]
+
+    def _loaded(self, tensors: Mapping[str, Tensor], kind: str) -> list[Tensor]:
+        """Return copies in the memory format of the parameters; none if any is missing."""
+        names, parameters = self._names(kind), self.replica.parameters.values()
+        if not tensors.keys() >= set(names):
+            return []
+        return [
+            torch.empty_like(parameter, requires_grad=False).copy_(tensors[name])
+            for name, parameter in zip(names, parameters, strict=True)
+        ]
+
+
+class ElasticMeetings(Apart):
+    """Meetings of replicas that are drawn to a common centre.
+
+    Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015: after
+    every period x_i <- x_i - a (x_i - c) and c <- c + a sum_i (x_i - c), with the centre c before
+    the meeting in both. All replicas hold the centre, and an all-reduce sums the distances.
+
+    The result of the method is the centre: evaluations and checkpoints see it. Before the next
+    step each replica takes its own weights back. Running statistics have no centre: replicas
+    average them.
+
+    Attributes:
+        centre: by parameter; None before the first step, when it is equal to the weights.
+        local: this replica's parameters while the model holds the centre, else None.
+    """
+
+    request: Elastic
+    centre: dict[str, Tensor] | None = None
+    local: dict[str, Tensor] | None = None
+
+    @override
+    def before_step(self, epoch: int) -> None:
+        """Take this replica's own weights back after an evaluation of the centre."""
+        if self.centre is None:
+            self.centre = self._copies()
+        self._take_back()
+
+    @override
+    @torch.no_grad()
+    def exchange(self) -> None:
+        assert self.centre is not None, "a step comes before a meeting"
+        parameters, statistics = self.replica.parameters, self.replica.averaged.values()
+        distances = [value - self.centre[name] for name, value in parameters.items()]
+        self.measure_drift(list(self.centre.values()))
+        rate = self.request.rate
+        rate = FORCE / self.collectives.size if rate is None else rate
+        agreed = weighted_average(
+            self.collectives, "meeting", list(statistics), self.samples, distances
+        )
+        for parameter, distance in zip(parameters.values(), distances, strict=True):
+            parameter.sub_(distance, alpha=rate)
+        for centre, total in zip(self.centre.values(), agreed.sums, strict=True):
+            centre.add_(total, alpha=rate)
+        for value, average in zip(statistics, agreed.averages, strict=True):
+            value.copy_(average)
+        self.copy_states(agreed.first)
+        self.end_period()
+
+    @override
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Meet if there was a step since the last meeting, and put the centre into the model."""
+        if self.steps:
+            self._take_back()  # after a resume inside a period the model holds the centre
+            self.exchange()
+        if self.centre is not None and self.local is None:
+            self.local = self._copies()
+            for name, parameter in self.replica.parameters.items():
+                parameter.copy_(self.centre[name])
+        self.differ = False
+
+    @override
+    def agreed(self) -> dict[str, Tensor]:
+        """Return the centre, and the averages of all else, by name."""
+        agreed = super().agreed()
+        if self.differ and self.centre is not None:
+            agreed |= {f"{MODEL}{name}": value for name, value in self.centre.items()}
+        return agreed
+
+    @override
+    def local_weights(self) -> dict[str, Tensor]:
+        local = {f"{MODEL}{name}": value for name, value in (self.local or {}).items()}
+        return self.replica.weights() | local
+
+    @override
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load this replica's state; its parameters wait, because the model holds the centre."""
+        local = {
+            name: tensors[f"{MODEL}{name}"].to(value.device, copy=True)
+            for name, value in self.replica.parameters.items()
+            if f"{MODEL}{name}" in tensors
+        }
+        self.local, self.centre = local or None, self._copies() if local else None
+        super().put(
+            {k: value for k, value in tensors.items() if k.removeprefix(MODEL) not in local}
+        )
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        if self.local is not None:
+            for name, parameter in self.replica.parameters.items():
+                parameter.copy_(self.local[name])
+            self.local, self.differ = None, True
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in self.replica.parameters.items()}

@@ -15,8 +15,8 @@ from torch import Tensor
 from hvdtrain.plan import traffic
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Bucket
-from hvdtrain.sync.meetings import Shapes
 from hvdtrain.sync.residuals import CompressedSums, Residual
+from hvdtrain.sync.states import Shapes
 
 FACTOR = "factor/"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Bucket, ExactSums, Sums, laid_out
-from hvdtrain.sync.meetings import Shapes
+from hvdtrain.sync.states import Shapes
 
 RESIDUAL, STEPS = "residual/", "compressed-steps/"
 

@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from hvdtrain.host.poll import wait_until
 from hvdtrain.plan.cut import Share
+from hvdtrain.sync.apart import Meetings
 from hvdtrain.sync.gradients import SerialGradients
-from hvdtrain.sync.meetings import Kept
 from hvdtrain.sync.messages import ANSWER, GRADIENT, WEIGHTS, Answer, Kind, Push, Wire
 from hvdtrain.sync.slices import Slice
 
@@ -169,7 +169,7 @@ class _Waiting:
     meetings: set[int] = field(default_factory=set)
 
 
-class Server(Kept):
+class Server(Meetings):
     """The meetings of a server rank: it serves in every step, until all workers have made it.
 
     Args:
@@ -193,9 +193,6 @@ class Server(Kept):
         self._waiting = _Waiting()
         self._gradients = [held.empty() for _ in range(workers)]
         self._weights: tuple[int, Tensor] | None = None  # a copy, and its version
-
-    def before_step(self, epoch: int) -> None:
-        """Do nothing."""
 
     def after_step(self, step: int) -> None:
         """Serve until every worker has pushed its gradients of this step."""

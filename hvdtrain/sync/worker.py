@@ -16,10 +16,9 @@ from typing_extensions import override
 
 from hvdtrain.plan.cut import Share
 from hvdtrain.plan.marks import Reduction
-from hvdtrain.sync.apart import Averager
+from hvdtrain.sync.apart import Meetings, weighted_average
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Gradients, SerialGradients
-from hvdtrain.sync.meetings import Kept
 from hvdtrain.sync.messages import (
     ANSWER,
     GRADIENT,
@@ -31,9 +30,8 @@ from hvdtrain.sync.messages import (
     Request,
     Wire,
 )
-from hvdtrain.sync.replica import Replica
 from hvdtrain.sync.slices import Slice
-from hvdtrain.sync.states import CopiedStates, States
+from hvdtrain.sync.states import CopiedStates, Replica, States
 
 
 class PushedGradients(SerialGradients):
@@ -119,7 +117,6 @@ class AveragedStatistics:
     ) -> None:
         replica = Replica({}, statistics, states, None)
         self.averaged, self.collectives = list(replica.averaged.values()), collectives
-        self.averager = Averager(collectives)
         self.copies = CopiedStates(replica.copied, collectives)
 
     @torch.no_grad()
@@ -129,8 +126,7 @@ class AveragedStatistics:
         Args:
             samples: of this worker since the last call.
         """
-        travelling = self.averager.start("meeting", self.averaged, samples)
-        agreed = self.averager.finish(travelling)
+        agreed = weighted_average(self.collectives, "meeting", self.averaged, samples)
         for value, average in zip(self.averaged, agreed.averages, strict=True):
             value.copy_(average)
         is_first = self.collectives.place == agreed.first
@@ -162,7 +158,7 @@ class _Missed:
         return {"mean_staleness": mean, "max_staleness": self.largest}
 
 
-class Worker(Kept):
+class Worker(Meetings):
     """The meetings of a worker: it gets weights in every step.
 
     Args:
@@ -204,9 +200,6 @@ class Worker(Kept):
         """Send the gradients of a step."""
         share = self.gradients.share
         self._push(Kind.GRADIENTS if share.samples else Kind.EMPTY, rate)
-
-    def before_step(self, epoch: int) -> None:
-        """Do nothing."""
 
     def after_step(self, step: int) -> None:
         """Get the weights after the step; tell the servers if there was no good gradient."""

@@ -21,7 +21,7 @@ from torch.autograd import Variable
 
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.cut import Share
-from hvdtrain.sync.meetings import Kept
+from hvdtrain.sync.states import Kept
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.alike import check_alike, digest, settings
 from hvdtrain.torch.reduction import MadeBy, Reduction, reduction_of, stop_flags

@@ -12,11 +12,10 @@ from hvdtrain.options.syncrequest import CompressRequest, Exact, Local, parse_sy
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.apart import Trained
 from hvdtrain.sync.collectives import Alone
-from hvdtrain.sync.engine import collectives_of
 from hvdtrain.sync.gradients import ExactSums, ReplicatedGradients
+from hvdtrain.sync.library import collectives_of
 from hvdtrain.sync.local import LocalMeetings
-from hvdtrain.sync.replica import Replica
-from hvdtrain.sync.states import States
+from hvdtrain.sync.states import Replica, States
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.reduction import (
     COMPILED,
@@ -62,9 +61,8 @@ class LocalReduction(Reduction):
         )
         states = States(self.states, self._put)
         replica = Replica(_named(parameters), statistics, states, optimizer, self._complete)
-        self.meetings = LocalMeetings(
-            replica, collectives, self.trained, period, averages_optimizer=True
-        )
+        request = Local(period, averages_optimizer=True)
+        self.meetings = LocalMeetings(replica, collectives, self.trained, request)
         self.statistics = statistics
 
     @override

@@ -15,10 +15,9 @@ from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
-from hvdtrain.sync.engine import collectives_of
 from hvdtrain.sync.gradients import Bucket, Gradients, ReplicatedGradients, Sums
-from hvdtrain.sync.meetings import Kept, Shapes
-from hvdtrain.sync.states import States
+from hvdtrain.sync.library import collectives_of
+from hvdtrain.sync.states import Kept, Shapes, States
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.alike import raise_difference
 from hvdtrain.torch.state import State

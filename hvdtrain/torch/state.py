@@ -13,7 +13,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.options.syncoptions import Library
-from hvdtrain.sync.meetings import Kept
+from hvdtrain.sync.states import Kept
 from hvdtrain.torch.agreement import Agreement
 from hvdtrain.torch.reading import Batch, Reading
 from hvdtrain.world import World

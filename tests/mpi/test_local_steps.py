@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from hvdtrain.models.component import Component
 from hvdtrain.plan.plan import Plan, replicated
-from hvdtrain.sync.apart import Agreed, Averager
-from hvdtrain.sync.diloco import DiLoCoMeetings
+from hvdtrain.sync import local
+from hvdtrain.sync.apart import Averages, weighted_average
+from hvdtrain.sync.collectives import Collectives
+from hvdtrain.sync.local import DiLoCoMeetings
 from hvdtrain.world import World
 from tests.mpi.apart import (
     ALONE,
@@ -108,14 +110,12 @@ def test_other_buffers_become_those_of_the_first_replica(world: World, sync: str
 def test_without_weights_in_the_average_the_comparison_fails(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = Averager.start
-
-    def unweighted(self: Averager, name: str, tensors: Any, _: float, summed: Any = ()) -> Any:
-        return start(self, name, tensors, 1.0, summed)
+    def unweighted(collectives: Collectives, name: str, tensors: Any, _: float) -> Averages:
+        return weighted_average(collectives, name, tensors, 1.0)
 
     plan, config = unequal(world.size), config_of("local:1", momentum=0.0)
     expected = final(config_of(momentum=0.0), plan, world)
-    monkeypatch.setattr(Averager, "start", unweighted)
+    monkeypatch.setattr(local, "weighted_average", unweighted)
     assert difference(final(config, plan, world), expected) > SEEN
 
 
@@ -167,13 +167,11 @@ def test_every_step_is_that_of_a_serial_simulation(world: World, method: str) ->
 def test_an_average_instead_of_a_sum_is_noticed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish = Averager.finish
-
-    def averaging(self: Averager, travelling: Any) -> Agreed:
-        agreed = finish(self, travelling)
+    def averaging(*arguments: Any) -> Averages:
+        agreed = weighted_average(*arguments)
         return replace(agreed, sums=[value / world.size for value in agreed.sums])
 
-    monkeypatch.setattr(Averager, "finish", averaging)
+    monkeypatch.setattr(local, "weighted_average", averaging)
     assert largest_difference(world, "elastic") > SEEN
 
 

@@ -22,23 +22,25 @@ from hvdtrain.options.syncrequest import (
 )
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync.apart import Trained
+from hvdtrain.sync.apart import Meetings, Trained
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
-from hvdtrain.sync.diloco import DiLoCoMeetings
-from hvdtrain.sync.elastic import ElasticMeetings
-from hvdtrain.sync.engine import (
+from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
+from hvdtrain.sync.library import (
     check_algorithm,
     collectives_of,
     open_group,
     reduction_library,
 )
-from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
-from hvdtrain.sync.local import LocalGradients, LocalMeetings, SwitchedGradients
-from hvdtrain.sync.meetings import Meetings, NoMeetings
-from hvdtrain.sync.replica import Replica
+from hvdtrain.sync.local import (
+    DiLoCoMeetings,
+    ElasticMeetings,
+    LocalGradients,
+    LocalMeetings,
+    SwitchedGradients,
+)
 from hvdtrain.sync.sharded import ShardedGradients
-from hvdtrain.sync.states import States
+from hvdtrain.sync.states import Replica, States
 from hvdtrain.world import World, start_horovod
 
 # Returns collective operations for a purpose, which makes their names differ from all others.
@@ -145,16 +147,13 @@ def stage_meetings(
     """Return the meetings of a stage's replicas; arguments as of `stage_gradients`."""
     request = config.sync_request
     if group is None or isinstance(request, Exact | Server):
-        return NoMeetings()
+        return Meetings()
     replica, operations = _replica(config, part.model, part.optimizer), group("meetings")
-    common = replica, operations, trained, request.period
-    match request:
-        case DiLoCo(_, lr, momentum):
-            return DiLoCoMeetings(*common, lr, momentum)
-        case Elastic(_, rate):
-            return ElasticMeetings(*common, rate)
-    switched = part.gradients if isinstance(part.gradients, SwitchedGradients) else None
-    return LocalMeetings(*common, request.averages_optimizer, switched, request.exact_epochs)
+    if isinstance(request, Local):
+        switched = part.gradients if isinstance(part.gradients, SwitchedGradients) else None
+        return LocalMeetings(replica, operations, trained, request, switched)
+    kind = DiLoCoMeetings if isinstance(request, DiLoCo) else ElasticMeetings
+    return kind(replica, operations, trained, request)
 
 
 def _replica(

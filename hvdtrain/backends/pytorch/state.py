@@ -25,7 +25,7 @@ from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync.meetings import Kept
+from hvdtrain.sync.states import Kept
 from hvdtrain.world import World
 
 STATE_TAG = 1
