@@ -43,18 +43,13 @@ def read_text(path: Path) -> str:
         text = content.decode()
         depth = 0
         misread: list[tuple[int, int]] = []
-        event: Any
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST or isinstance(event, yaml.AliasEvent):
                 raise UsageError(f"{path} is not a configuration: expected lines of 'key: value'")
-            if (
-                isinstance(event, yaml.ScalarEvent)
-                and event.style is event.tag is event.anchor is None
-                and MISREAD.fullmatch(event.value)
-            ):
-                misread.append((event.start_mark.index, event.end_mark.index))
+            if isinstance(event, yaml.ScalarEvent):
+                misread += _misread(event)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}: correct the path") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -63,6 +58,13 @@ def read_text(path: Path) -> str:
     for start, end in reversed(misread):
         text = f"{text[:start]}'{text[start:end]}'{text[end:]}"
     return text
+
+
+def _misread(event: Any) -> list[tuple[int, int]]:
+    """Return start and end of a scalar that PyYAML would read as a number of base 60 or 8."""
+    is_plain = event.style is None and event.tag is None and event.anchor is None
+    is_number = is_plain and MISREAD.fullmatch(event.value)
+    return [(event.start_mark.index, event.end_mark.index)] if is_number else []
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
