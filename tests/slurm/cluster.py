@@ -60,8 +60,10 @@ class Cluster:
 
         def has_state() -> bool:
             nonlocal job
-            job = self.job(number)
-            return job["JobState"] in states
+            shown = self.start("scontrol", "--oneliner", "show", "job", number)
+            # A controller that is busy may not answer once.
+            job = dict(re.findall(r"(\S+?)=(\S*)", shown.stdout)) or {"no answer": shown.stderr}
+            return job.get("JobState") in states
 
         wait_for(has_state, seconds, lambda: f"job {number} is {job}")
         return job
