@@ -140,7 +140,7 @@ def _rank(options: argparse.Namespace) -> None:
     """
     from hvdtrain.errors import UsageError
     from hvdtrain.planner.probe import horovod_sum, started_mpi_sum
-    from hvdtrain.sync.library import check_algorithm
+    from hvdtrain.sync.groups import check_algorithm
     from hvdtrain.sync.mpi import MPICollectives
 
     job = world.start(options.algorithms, threads=1)

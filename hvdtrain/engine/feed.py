@@ -31,9 +31,9 @@ from hvdtrain.data.shards import (
     staged_folder,
 )
 from hvdtrain.data.writer import count_values, mean_and_std
-from hvdtrain.errors import DataError, HvdtrainError, UsageError, one_line
+from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.activity import Activity
-from hvdtrain.models.find import find_function
+from hvdtrain.models.find import call_users, find_function
 from hvdtrain.options.imageoptions import AUGMENTATIONS
 from hvdtrain.world import World
 
@@ -158,19 +158,16 @@ def augmentation(config: TrainConfig, mean: Sequence[float], epoch: int) -> Augm
 
     def batch(batch: Batch) -> Batch:
         images = batch.images
-        if config.augment == "crop-flip":
+        if config.augment not in AUGMENTATIONS:
+            images = own_augmentation(config, batch, epoch)
+        elif config.augment == "crop-flip":
             images = crop_flip(images, batch.ids, config.seed, epoch, *options)
         if config.cutout is not None:
             cutout(images, batch.ids, config.seed, epoch, config.cutout, fill)
         return Batch(images, batch.labels, batch.ids)
 
-    def made_by_user(batch: Batch) -> Batch:
-        return Batch(own_augmentation(config, batch, epoch), batch.labels, batch.ids)
-
-    if config.augment not in AUGMENTATIONS:
-        return Augmentation(batch=made_by_user)
     options, fill = (config.shift, config.border, config.flip), fill_of(mean)
-    has_batch = config.augment == "crop-flip" or config.cutout is not None
+    has_batch = config.augment not in ("none", "resized-crop-flip") or config.cutout is not None
     return Augmentation(
         picture if config.augment == "resized-crop-flip" else None, batch if has_batch else None
     )
@@ -186,13 +183,8 @@ def own_augmentation(config: TrainConfig, batch: Batch, epoch: int) -> np.ndarra
         UsageError: if it fails, or returns something else than images of the same form.
     """
     where, images = f"--augment {config.augment}", batch.images
-    function: Callable[..., object] = find_function(config.augment, "augment")
-    try:
-        made = function(images.copy(), sample_hash(config.seed, 0, batch.ids), epoch)
-    except HvdtrainError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{where} failed with {one_line(error)}") from error
+    function = find_function(config.augment, "augment")
+    made = call_users(where, function, images, sample_hash(config.seed, 0, batch.ids), epoch)
     if not isinstance(made, np.ndarray) or (made.shape, made.dtype) != (images.shape, np.uint8):
         form = (
             f"{made.dtype} {list(made.shape)}"

@@ -4,12 +4,13 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.session import Device, Spent
-from hvdtrain.errors import DataError, UsageError, one_line
-from hvdtrain.models.find import find_function
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.models.find import call_users, find_function
 
 LARGEST = 10**18  # bound on all counts
 # Small gradients are 0 in fp16, so the loss is scaled up (Micikevicius et al., arXiv 1710.03740,
@@ -146,21 +147,16 @@ def rate_factor(schedule: str, done: float) -> float:
         done: share of the run before this step, 0 to below 1.
 
     Raises:
-        UsageError: if it fails, or returns no number of 0 or more.
+        UsageError: if it fails, or returns something else than 0 or a positive number.
     """
-    try:
-        factor = float(find_function(schedule, "lr_schedule")(done))  # type: ignore[arg-type]
-    except (TypeError, ValueError, ArithmeticError) as error:
+    where = f"--lr-schedule {schedule}"
+    factor = call_users(where, find_function(schedule, "lr_schedule"), done)
+    if not isinstance(factor, Real) or not 0 <= float(factor) < math.inf:
         raise UsageError(
-            f"--lr-schedule {schedule} failed for {done:g}, the share of the run that is done: "
-            f"{one_line(error)}"
-        ) from error
-    if not 0 <= factor < math.inf:
-        raise UsageError(
-            f"--lr-schedule {schedule} returned {factor} for {done:g}: return a factor of --lr, "
-            "0 or more"
+            f"{where} returned {factor} for {done:g}, the share of the run that is done: return a "
+            "factor of --lr, 0 or more"
         )
-    return factor
+    return float(factor)
 
 
 def slow_share(config: TrainConfig, epoch_length: int, position: int) -> float | None:

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from hvdtrain.errors import HvdtrainError, UsageError, one_line
-from hvdtrain.options.givenmodel import GivenModel
+from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
+from hvdtrain.options.givenmodel import GivenModel, refuse_lost
 
 ModelFunction = Callable[..., object]
 
@@ -28,6 +29,7 @@ def find_function(reference: str, kind: str = "model") -> ModelFunction:
             raise UsageError(f"{kind} {reference} is not a function: pass one")
         passed: ModelFunction = reference.model
         return passed
+    refuse_lost(reference, kind)
     module_name, _, function_name = reference.partition(":")
     parts = [*module_name.split("."), function_name]
     if module_name.endswith(".py") or not all(part.isidentifier() for part in parts):
@@ -35,7 +37,8 @@ def find_function(reference: str, kind: str = "model") -> ModelFunction:
             f"{kind} {reference!r} is not of the form package.module:function: "
             "write folder.file:function for folder/file.py, without '/' and '.py'"
         )
-    module = _import_module(f"{kind} {reference!r}", module_name)
+    # A run asks in each step.
+    module = sys.modules.get(module_name) or _import_module(f"{kind} {reference!r}", module_name)
     function: ModelFunction | None = getattr(module, function_name, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value)]
@@ -43,6 +46,23 @@ def find_function(reference: str, kind: str = "model") -> ModelFunction:
         hint = f"did you mean {' or '.join(near)}?" if near else "define it, or name another"
         raise UsageError(f"module {module_name!r} has no function {function_name!r}: {hint}")
     return function
+
+
+def call_users(what: str, function: ModelFunction, *arguments: Any) -> Any:
+    """Call a user's function.
+
+    Args:
+        what: the function, for the message.
+
+    Raises:
+        UsageError: if it fails, with its line.
+    """
+    try:
+        return function(*arguments)
+    except HvdtrainError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{what} failed with {one_line(error)}{users_line(error)}") from error
 
 
 def refuse_patches(model: str, patch_size: int | None) -> None:

@@ -20,7 +20,6 @@ from hvdtrain.data.index import TargetForm
 from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
 from hvdtrain.models.find import find_function
 from hvdtrain.models.shapes import Boundary
-from hvdtrain.options.givenmodel import refuse_lost
 from hvdtrain.options.optimisationoptions import CROSS_ENTROPY
 
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -147,7 +146,6 @@ def loss_of(config: TrainConfig) -> Loss:
         return cross_entropy(config.label_smoothing)
     loss = BUILT_IN.get(config.loss)
     if loss is None:
-        refuse_lost(config.loss, "loss")
         function = find_function(config.loss, "loss")
         loss = function if isinstance(function, Loss) else Loss(cast(Function, function))
     if config.expected is not None and ACCURACY not in loss.measures:

@@ -43,6 +43,7 @@ BUILT_IN = {
     "lr_schedule": SCHEDULES,
     "augment": AUGMENTATIONS,
 }
+FLIPPING = ("crop-flip", "resized-crop-flip")
 FALLING = ("cosine", "linear")  # schedules that go down to --lr-end
 CHOSEN_PLANS_ONLY = ("memory_limit", "profile")
 MOST_RANKS = 2**20  # upper bound where only the launcher knows the number of ranks
@@ -166,7 +167,7 @@ def _check_optimisation(values: Mapping[str, Any], defaults: Mapping[str, Any]) 
         ("lr_end", "--lr-schedule cosine or linear", falls),
         ("shift", "--augment crop-flip", is_cropped),
         ("border", "--augment crop-flip", is_cropped),
-        ("flip", "--augment", values["augment"] != "none"),
+        ("flip", "--augment crop-flip or resized-crop-flip", values["augment"] in FLIPPING),
     ):
         if not is_used and values[name] != defaults[name]:
             raise UsageError(f"{flag(name)} needs {other}: add it, or leave this out")

@@ -47,7 +47,9 @@ class ModelInConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", named(self.model))
         for name, what in SEAMS.items():
-            value = getattr(self, name, "")
+            if not hasattr(self, name):  # of the commands that have fewer of them
+                continue
+            value = getattr(self, name)
             if not isinstance(value, str) and not callable(value):
                 raise UsageError(f"{name} is a {type(value).__name__}: pass a name, or {what}")
             object.__setattr__(self, name, named(value))

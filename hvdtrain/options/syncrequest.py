@@ -247,10 +247,13 @@ def folded(values: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         values: by name, as `--config` has them.
     """
-    kept = {name: value for name, value in values.items() if name not in FOLDED}
+    kept = dict(values)
     for name, (default, owner, form) in FOLDED.items():
-        if name in values and values[name] != default and isinstance(kept.get(owner), str):
-            kept[owner] += "," + form.format(values[name])
+        value = kept.get(name, default)
+        if value == default:
+            kept.pop(name, None)
+        elif isinstance(kept.get(owner), str):  # else it stays, an unknown key
+            kept[owner] += "," + form.format(kept.pop(name))
     return kept
 
 

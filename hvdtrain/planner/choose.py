@@ -37,7 +37,7 @@ from hvdtrain.planner.probe import (
 )
 from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import solve
-from hvdtrain.sync.library import reduction_library
+from hvdtrain.sync.groups import reduction_library
 from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.world import World, communicator_among, temporary_horovod
 

@@ -145,7 +145,7 @@ def comparison_section(compared: Sequence[Pair], base: str) -> str:
     if not compared:
         return (
             f"No size of {literal(base)} can be compared: model, plan, precision, scaling, batch, "
-            "threads and way to agree must be the same."
+            "threads and agreement must be the same."
         )
     rows = [
         {

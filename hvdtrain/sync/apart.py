@@ -70,7 +70,7 @@ class Trained:
 
 
 class Apart(Meetings, ABC):
-    """Replicas that train apart and meet after every period of steps of an epoch.
+    """Replicas that take local steps, and meet after every period of steps of an epoch.
 
     Between two meetings a checkpoint holds the average of all replicas as the model, and each
     replica's own state beside it, under `replica/<place>/`. A run that is resumed with the same

@@ -1,4 +1,4 @@
-"""Methods of replicas that train apart: local SGD, DiLoCo and elastic averaging."""
+"""Methods of replicas that take local steps: local SGD, DiLoCo and elastic averaging."""
 
 from collections.abc import Mapping, Sequence
 

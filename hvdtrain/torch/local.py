@@ -13,7 +13,7 @@ from hvdtrain.plan.cut import Share
 from hvdtrain.sync.apart import Trained
 from hvdtrain.sync.collectives import Alone
 from hvdtrain.sync.gradients import ExactSums, ReplicatedGradients
-from hvdtrain.sync.library import collectives_of
+from hvdtrain.sync.groups import collectives_of
 from hvdtrain.sync.local import LocalMeetings
 from hvdtrain.sync.states import Replica, States
 from hvdtrain.torch.agreement import Action, Note

@@ -20,7 +20,7 @@ from hvdtrain.options.syncrequest import (
     parse_compress_request,
 )
 from hvdtrain.parallel.checksums import fingerprint
-from hvdtrain.sync.library import open_group
+from hvdtrain.sync.groups import open_group
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.alike import check_alike, settings

@@ -16,7 +16,7 @@ from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.gradients import Bucket, Gradients, ReplicatedGradients, Sums
-from hvdtrain.sync.library import collectives_of
+from hvdtrain.sync.groups import collectives_of
 from hvdtrain.sync.states import Kept, Shapes, States
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.alike import raise_difference

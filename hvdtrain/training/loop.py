@@ -24,12 +24,14 @@ from hvdtrain.health import failure
 from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.stop import StopRequest
+from hvdtrain.options.givenmodel import SEAMS
 from hvdtrain.training.callbacks import Callbacks
 from hvdtrain.training.console import Console
 from hvdtrain.training.evaluate import end_epoch, evaluate_end
 from hvdtrain.training.memorylimit import agreed_excess, check_memory
 from hvdtrain.training.metrics import summary_of_finished
 from hvdtrain.training.opening import StartClock, begin, open_session
+from hvdtrain.training.precheck import check_seams
 from hvdtrain.training.run import Run, open_run
 from hvdtrain.training.steplog import StepLog, check_replicas, compare_fingerprints
 from hvdtrain.training.summary import TrainResult, expectation_line, summarise
@@ -74,8 +76,10 @@ def train(
             Console(world.rank, launched=True).say(f"{resolved.run} is done already")
             stop_world()
             return TrainResult(finished, Path(resolved.run))
-        # The configuration of rank 0 came without a model that was passed in Python.
-        resolved = replace(resolved, model=config.model)
+        # The configuration of rank 0 came without what was passed in Python.
+        passed = {name: getattr(config, name) for name in ("model", *SEAMS)}
+        resolved = replace(resolved, **passed)
+        check_seams(resolved)
         run = open_run(open_session(resolved, world, clock.mark), stop, callbacks)
         for line in lines:
             run.console.say(line)

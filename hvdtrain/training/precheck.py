@@ -29,7 +29,6 @@ def check_before_launch(config: TrainConfig) -> None:
     if config.min_ranks is not None and not config.restarts:
         raise UsageError("--min-ranks has no effect without --restarts: give --restarts too")
     models.check_name(config.model)
-    check_seams(config)
     if config.framework == "tensorflow" and find_spec("tensorflow") is None:
         raise UsageError(NO_TENSORFLOW)
     index_for(config)
@@ -73,6 +72,7 @@ def check_before_submission(runs: Iterable[TrainConfig]) -> None:
     good: set[str] = set()  # data sets that were read completely, once
     for config in runs:
         check_before_launch(config)
+        check_seams(config)
         if config.data not in good:
             _verify(config.data)
             good.add(config.data)

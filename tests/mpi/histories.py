@@ -29,7 +29,7 @@ def simulated(method: str, ranks: int) -> History:
     simulate, sync, options = METHODS[method]
     components = components_of("cnn", SIZE)
     config = config_of(sync, **options)
-    period = config.sync_request.period  # type: ignore[union-attr] # of a way to train apart
+    period = config.sync_request.period  # type: ignore[union-attr] # of local steps
     return simulate(Replicas(config, unequal(ranks), components), period, STEPS)
 
 

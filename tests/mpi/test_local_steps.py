@@ -147,7 +147,7 @@ def largest_difference(world: World, method: str, steps: int = 9) -> float:
     simulate, sync, options = METHODS[method]
     plan, components = unequal(world.size), components_of("cnn", SIZE)
     config = config_of(sync, **options)
-    period = config.sync_request.period  # type: ignore[union-attr] # of a way to train apart
+    period = config.sync_request.period  # type: ignore[union-attr] # of local steps
     actual = Trainer(config, plan, components, world).train(0, steps)
     expected = simulate(Replicas(config, plan, components), period, steps)
     assert len(actual) == len(expected)

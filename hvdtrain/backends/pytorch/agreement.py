@@ -26,7 +26,7 @@ from hvdtrain.sync.apart import Meetings, Trained
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
-from hvdtrain.sync.library import (
+from hvdtrain.sync.groups import (
     check_algorithm,
     collectives_of,
     open_group,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import HvdtrainError, UsageError, one_line
-from hvdtrain.models.find import find_function
+from hvdtrain.errors import UsageError
+from hvdtrain.models.find import call_users, find_function
 from hvdtrain.options.optimisationoptions import OPTIMIZERS
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
@@ -58,12 +58,7 @@ def _own_optimizer(
     """Return the optimizer that a user's function makes; a group's rate is a factor of --lr."""
     where, lr = f"--optimizer {config.optimizer}", config.learning_rate()
     function = find_function(config.optimizer, "optimizer")
-    try:
-        optimizer = function(dict(parameters), lr)
-    except HvdtrainError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{where} failed with {one_line(error)}") from error
+    optimizer = call_users(where, function, dict(parameters), lr)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"{where} returned a {type(optimizer).__name__}: return a torch.optim.Optimizer of "
@@ -93,12 +88,7 @@ def check_state(config: TrainConfig, parameters: Mapping[str, nn.Parameter]) -> 
     optimizer = make_optimizer(config, copies)
     for value in copies.values():
         value.grad = torch.zeros_like(value)
-    try:
-        optimizer.step()
-    except Exception as error:
-        raise UsageError(
-            f"--optimizer {config.optimizer} failed in a step with {one_line(error)}"
-        ) from error
+    call_users(f"a step of --optimizer {config.optimizer}", optimizer.step)
     for name, value in copies.items():
         for key, item in optimizer.state.get(value, {}).items():
             if not isinstance(item, Tensor | int | float):

@@ -21,7 +21,7 @@ from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.stage import AUTOCAST, Images
 from hvdtrain.plan.plan import Plan
 from hvdtrain.precision import bf16_speedups, comparison, speedup
-from hvdtrain.sync import library
+from hvdtrain.sync import groups
 from hvdtrain.world import World
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def remarks_of(
     """Return what a user should know of the session before it trains. Collective."""
     config, world = trial.config, trial.world
     has_sums = not isinstance(config.sync_request, Server)
-    sums = library.remarks(config.reduce_with, world) if has_sums else []
+    sums = groups.remarks(config.reduce_with, world) if has_sums else []
     machine = machine_of(world)
     choice = (*machine.remarks(plan, chosen is not None), *(chosen.remarks if chosen else ()))
     slow = ""

@@ -58,6 +58,12 @@ def test_what_was_an_option_of_its_own_is_part_of_the_method(
     TrainConfig(model="cnn", data="set", **newer).check()
 
 
+@pytest.mark.parametrize("others", [{}, {"sync": ["exact", "diloco:8"]}])
+def test_an_option_whose_method_is_not_known_is_not_dropped(others: dict[str, Any]) -> None:
+    values = {"outer_lr": 0.5} | others
+    assert folded(values) == values  # and then refused as an unknown key
+
+
 def test_methods_are_compared_by_what_they_mean() -> None:
     short, long = (
         TrainConfig(model="cnn", data="d", sync=sync) for sync in ("diloco:8", "diloco:8,lr=0.7")

@@ -44,7 +44,7 @@ def test_runs_in_one_process_agree_and_a_failing_callback_ends_all_ranks(
 
 
 def alone(small_set: Path, tmp_path: Path) -> float:
-    """Return the loss of the same run on one rank, with the weights of rank 0."""
+    """Return the loss of the same run by built-in functions on one rank, from equal weights."""
     torch.manual_seed(0)
     result = two_ranks.train(
         two_ranks.TrainConfig(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from hvdtrain import Callback, PlanConfig, TrainConfig, cut, plan_check, train
 from hvdtrain.host import launchers
@@ -28,6 +29,11 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16**2, 8), nn.ReLU(), nn.Linear(8, 5))
 
 
+def momentum(parameters: Mapping[str, nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Return the optimizer of `--optimizer sgd`, made here."""
+    return torch.optim.SGD(list(parameters.values()), lr=lr, momentum=0.9, nesterov=True)
+
+
 def main(data: str, folder: Path) -> None:
     """Write the results of rank 0 to `results.json`, and then end the job."""
     losses = {}
@@ -38,8 +44,11 @@ def main(data: str, folder: Path) -> None:
             plan=plan,
             epochs=1,
             precision="fp64",
-            optimizer="sgd",
+            loss=lambda outputs, targets: cross_entropy(outputs, targets, reduction="none"),
+            optimizer=momentum,
             lr=0.05,
+            lr_schedule=lambda done: 1,
+            augment=lambda images, seeds, epoch: images,
             run=str(folder / plan),
         )
         losses[plan] = train(config)["final"]["test_loss"]

@@ -6,9 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from torch import nn
 
+from hvdtrain.backends.pytorch.optimizers import make_optimizer, set_learning_rate
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.shardfile import Batch
+from hvdtrain.engine.feed import augmentation
 from hvdtrain.errors import UsageError
 from tests.conftest import Program
 
@@ -60,7 +65,7 @@ def test_an_own_optimizer_is_the_built_in_one_that_it_copies(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     losses: list[float] = []
-    for optimizer in (f"{HERE}:momentum", "sgd", f"{HERE}:two_rates"):
+    for optimizer in (f"{HERE}:momentum", "sgd"):
         run = tmp_path / str(len(losses))
         options = ("--optimizer", optimizer, "--lr", 0.01, "--max-steps", 6, "--data", small_set)
         assert hvdtrain("train", *OURS, "--run", run, *options).returncode == 0
@@ -68,7 +73,25 @@ def test_an_own_optimizer_is_the_built_in_one_that_it_copies(
         assert isinstance(final, dict)
         losses.append(final["train_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-    assert losses[2] != pytest.approx(losses[1], rel=1e-6)
+
+
+def test_the_rates_of_an_own_optimizer_keep_their_ratio() -> None:
+    layer = nn.Linear(2, 2)
+    config = TrainConfig(model="cnn", data="d", optimizer=f"{HERE}:two_rates", lr=0.1).check()
+    optimizer = make_optimizer(config, dict(layer.named_parameters()))
+    set_learning_rate(optimizer, 0.05)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.005])
+
+
+def test_an_own_augmentation_comes_before_cutout() -> None:
+    config = TrainConfig(model="cnn", data="d", augment=f"{HERE}:brighter", cutout=2).check()
+    made = augmentation(config, [0, 0, 0], 1).batch
+    assert made is not None
+    images, ids = np.full((3, 4, 4, 3), 200, np.uint8), np.arange(3)
+    pixels = made(Batch(images, ids, ids)).images
+    brightest = pixels.max((1, 2, 3))
+    assert len(set(brightest.tolist())) == 3, "each sample has a brightness of its own"
+    assert ((pixels == 0).sum((1, 2, 3)) >= 3).all(), "and a blanked square"
 
 
 def test_plan_check_compares_with_an_own_optimizer(hvdtrain: Program) -> None:
@@ -91,7 +114,7 @@ def test_plan_check_compares_with_an_own_optimizer(hvdtrain: Program) -> None:
         (("--optimizer", f"{HERE}:momentum", "--shard-optimizer"), "gives it slices of the weigh"),
         (("--optimizer", f"{HERE}:momentum", "--sync", "local:2"), "has to know the optimizer's"),
         (("--optimizer", f"{HERE}:momentum", "--momentum", "0.5"), "which it sets itself"),
-        (("--lr-schedule", f"{HERE}:negative"), "returned -0.5 for 0.5: return a factor of --lr"),
+        (("--lr-schedule", f"{HERE}:negative"), "returned -0.5 for 0.5, the share of the run"),
         (("--augment", f"{HERE}:as_floats"), "returned float32 [50, 16, 16, 3]: return images"),
         (("--callback", f"{HERE}:halving"), "is no class of callbacks: derive it from"),
         (("--callback", "Notes"), "--callback Notes is not known: use package.module:Class"),
