@@ -35,6 +35,7 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.find import call_users, find_function
 from hvdtrain.options.imageoptions import AUGMENTATIONS
+from hvdtrain.options.optimisationoptions import CROSS_ENTROPY
 from hvdtrain.world import World
 
 # Per split: shared by the ranks of a node, but at least twice the window of the shuffle.
@@ -306,7 +307,7 @@ def check_started(config: TrainConfig, world: World) -> None:
 
 
 def check_images(config: TrainConfig, index: Index) -> None:
-    """Raise UsageError unless images are square, have 3 channels, and stay beside their targets.
+    """Raise UsageError unless images are square, have 3 channels, and fit their targets.
 
     Targets of two dimensions or more are taken for fields over the image.
     """
@@ -315,6 +316,14 @@ def check_images(config: TrainConfig, index: Index) -> None:
         raise UsageError(
             f"{config.data} holds images of {height}x{width}x{channels}: "
             "models need square images of 3 channels"
+        )
+    if config.loss == CROSS_ENTROPY and index.targets is not None:
+        others = "use --loss mse, l1, pixel-cross-entropy or one of your own"
+        if config.framework == "tensorflow":
+            others = "leave --framework tensorflow out, and give another --loss"
+        raise UsageError(
+            f"--loss {CROSS_ENTROPY} needs class labels, and the data set has targets "
+            f"{index.targets}: {others}"
         )
     moving = {"--augment": config.augment, "--test-augment": config.test_augment}
     for name, value in moving.items():

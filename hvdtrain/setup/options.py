@@ -81,7 +81,7 @@ class SetupOptions:
     @property
     def cache_folder(self) -> Path:
         """The folder that keeps wheels."""
-        if self.cache is not None:
+        if self.cache:
             return Path(self.cache).absolute()
         if xdg := os.environ.get("XDG_CACHE_HOME"):
             return Path(xdg, "hvdtrain")

@@ -74,10 +74,12 @@ def test_a_class_for_each_pixel(hvdtrain: Program, tmp_path: Path) -> None:
     assert "--augment crop-flip moves images but not their targets" in wrong.stderr
 
 
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_targets_that_are_no_labels_need_another_loss(
-    hvdtrain: Program, regression: Path, tmp_path: Path
+    hvdtrain: Program, regression: Path, tmp_path: Path, framework: str
 ) -> None:
-    done = hvdtrain("train", "--model", "cnn", "--data", regression, "--run", tmp_path / "run")
+    run = ("--data", regression, "--run", tmp_path / "run", "--framework", framework)
+    done = hvdtrain("train", "--model", "cnn", *run)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert "--loss cross-entropy needs class labels, and the data set has" in done.stderr
 
