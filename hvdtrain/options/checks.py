@@ -9,24 +9,21 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host.harmless import LARGEST_WHOLE
 from hvdtrain.options import decay, injection
 from hvdtrain.options.deviceoptions import AUTO_PRECISION
-from hvdtrain.options.emulateoptions import check_emulation
+from hvdtrain.options.exclusions import check_exclusions
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Rule, flag
 from hvdtrain.options.imageoptions import AUGMENTATIONS
 from hvdtrain.options.nearest import nearest
 from hvdtrain.options.optimisationoptions import (
-    CROSS_ENTROPY,
     LOSSES,
     OPTIMIZERS,
     SCHEDULES,
 )
 from hvdtrain.options.planrequest import (
-    ADAPTIVE,
-    Chosen,
     Mirrored,
     Replicated,
     parse_plan_request,
 )
-from hvdtrain.options.syncrequest import NO_SYNC, check_sync, parse_sync_request
+from hvdtrain.options.syncrequest import check_servers
 
 # The allowed values, as the end of a message about another one.
 LIMITS = {
@@ -43,9 +40,6 @@ BUILT_IN = {
     "lr_schedule": SCHEDULES,
     "augment": AUGMENTATIONS,
 }
-FLIPPING = ("crop-flip", "resized-crop-flip")
-FALLING = ("cosine", "linear")  # schedules that go down to --lr-end
-CHOSEN_PLANS_ONLY = ("memory_limit", "profile")
 MOST_RANKS = 2**20  # upper bound where only the launcher knows the number of ranks
 
 
@@ -65,13 +59,11 @@ def check_values(options: Sequence[Field[Any]], values: Mapping[str, Any]) -> No
     decay.parse_scales(values["lr_scale"])
     if values["inject"]:
         injection.parse(values["inject"], values["ranks"] or MOST_RANKS)
-    _check_together(values)
+    _check_length(values)
+    _check_seams(values)
     defaults = {item.name: item.default for item in options}
-    _check_optimisation(values, defaults)
-    check_sync(values, defaults)
-    _check_scaled_loss(values, defaults)
-    _check_algorithms(values)
-    check_emulation(values)
+    check_exclusions(values, defaults)
+    check_servers(values)
 
 
 def _check_ranges(options: Iterable[Field[Any]], values: Mapping[str, Any]) -> None:
@@ -114,12 +106,8 @@ def _holds(rule: Rule, value: Any) -> bool:
     return bool(0 <= value < (1 if rule is Rule.BELOW_ONE else float("inf")))
 
 
-def _check_together(values: Mapping[str, Any]) -> None:
-    """Refuse options that exclude each other.
-
-    Raises:
-        UsageError: naming both.
-    """
+def _check_length(values: Mapping[str, Any]) -> None:
+    """Refuse a warm-up and intervals that are longer than the run."""
     warmup, epochs = values["warmup_epochs"], values["epochs"]
     if epochs is None and values["max_steps"] is None:
         epochs = DEFAULT_EPOCHS
@@ -129,22 +117,10 @@ def _check_together(values: Mapping[str, Any]) -> None:
         )
     if epochs is not None and not values["resume"]:  # a run of an older version may resume
         _check_schedules(values, epochs)
-    if values["compile"] and (values["recompute"] or values["batch_norm"] == "sync"):
-        other = "--recompute" if values["recompute"] else "--batch-norm sync"
-        raise UsageError(f"--compile and {other} exclude each other: leave one of them out")
-    request = parse_plan_request(values["plan"])
-    if values["change_batch_norm"] and request != ADAPTIVE:
-        raise UsageError("--change-batch-norm needs --plan adaptive: add it, or leave this out")
-    if not isinstance(request, Chosen):
-        for name in CHOSEN_PLANS_ONLY:
-            if values[name] is not None:
-                raise UsageError(f"{flag(name)} needs --plan auto or --plan adaptive")
-    if values["resume"] and values["run"] is None:
-        raise UsageError("--resume needs --run: give the folder of the run to resume")
 
 
-def _check_optimisation(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuse options of the optimizer that exclude each other, or would have no effect."""
+def _check_seams(values: Mapping[str, Any]) -> None:
+    """Refuse names that are neither built in nor of the form of a user's function."""
     for name, known in BUILT_IN.items():
         if values[name] not in known and ":" not in values[name]:
             raise UsageError(
@@ -154,72 +130,6 @@ def _check_optimisation(values: Mapping[str, Any], defaults: Mapping[str, Any]) 
     for reference in values["callback"] or ():
         if ":" not in reference:
             raise UsageError(f"--callback {reference} is not known: use package.module:Class")
-    if values["optimizer"] not in OPTIMIZERS:
-        _check_own_optimizer(values, defaults)
-    is_exact = parse_sync_request(values["sync"]) == NO_SYNC
-    is_cropped, falls = values["augment"] == "crop-flip", values["lr_schedule"] in FALLING
-    for name, other, is_used in (
-        ("label_smoothing", "--loss cross-entropy", values["loss"] == CROSS_ENTROPY),
-        ("lookahead", "--sync exact", is_exact),
-        ("lr_scale", "--sync exact", is_exact),
-        ("lookahead_share", "--lookahead", values["lookahead"] is not None),
-        ("lr_start", "--warmup-epochs", values["warmup_epochs"] > 0),
-        ("lr_end", "--lr-schedule cosine or linear", falls),
-        ("shift", "--augment crop-flip", is_cropped),
-        ("border", "--augment crop-flip", is_cropped),
-        ("flip", "--augment crop-flip or resized-crop-flip", values["augment"] in FLIPPING),
-    ):
-        if not is_used and values[name] != defaults[name]:
-            raise UsageError(f"{flag(name)} needs {other}: add it, or leave this out")
-    if values["lookahead"] is not None and values["memory_limit"] is not None:
-        raise UsageError(
-            "--memory-limit does not count the slow weights of --lookahead: leave one of them out"
-        )
-    if values["whiten"] and values["weights"] is not None:
-        raise UsageError("--weights replaces what --whiten sets: leave one of them out")
-    if values["optimizer"] == "sgdw" and values["framework"] == "tensorflow":
-        raise UsageError("--optimizer sgdw is not supported with --framework tensorflow: use sgd")
-
-
-# What needs to know the state of an optimizer, or sets what a function of one's own sets.
-NOT_WITH_OWN = {
-    "framework": "which has other optimizers",
-    "sync": "which has to know the optimizer's state",
-    "shard_optimizer": "which gives it slices of the weights",
-    "memory_limit": "which counts the optimizer's state",
-    "momentum": "which it sets itself",
-    "weight_decay": "which it sets itself",
-    "lr_scale": "which it sets itself",
-    "lookahead": "which it makes itself",
-}
-
-
-def _check_own_optimizer(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    for name, reason in NOT_WITH_OWN.items():
-        if values[name] != defaults[name]:
-            raise UsageError(
-                f"--optimizer {values['optimizer']} is not supported with {flag(name)}, {reason}: "
-                "leave one of them out"
-            )
-
-
-def _check_scaled_loss(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuse fp16 where not all gradients are summed in every step, as they are."""
-    if values["precision"] != "fp16":
-        return
-    for name in ("framework", "sync", "compress"):
-        if values[name] != defaults[name]:
-            raise UsageError(
-                f"--precision fp16 is not supported with {flag(name)} {values[name]}: use bf16"
-            )
-
-
-def _check_algorithms(values: Mapping[str, Any]) -> None:
-    if values["deterministic"] and values["cudnn_benchmark"]:
-        raise UsageError(
-            "--cudnn-benchmark may take another algorithm each time, which --deterministic "
-            "excludes: leave one of them out"
-        )
 
 
 def _check_schedules(values: Mapping[str, Any], epochs: int) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.errors import UsageError
-from hvdtrain.options.fields import flag
-from hvdtrain.options.planrequest import ADAPTIVE, PlanFile, Replicated, parse_plan_request
 
 # Each rank keeps the batches of as many steps, to explain a bad one, and an agreement per step.
 MOST_STEPS_AHEAD = 32
@@ -119,10 +117,6 @@ SYNC_FORMS = (
     "exact, local:H, local:H@EPOCH, diloco:H, elastic:H, server, server:stale=S or server:async"
 )
 COMPRESS_FORMS = "none, fp16, bf16, topk:RATIO or powersgd:RANK"
-NO_HIERARCHY = (
-    "--allreduce hierarchical needs Horovod, since the all-reduces of --reduce-with mpi do not "
-    "block: use --reduce-with horovod (hvdtrain setup installs it), or another --allreduce"
-)
 NO_SYNC, NO_COMPRESSION = Exact(), NoCompression()
 _NUMBER = r"\d{1,9}(?:\.\d{1,20})?(?:e-?\d{1,3})?"
 # What may follow a method after a comma: the words of its range, and the range itself.
@@ -257,139 +251,15 @@ def folded(values: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuse options that do not go together with the way in which replicas agree.
-
-    Args:
-        values, defaults: of all options, by name.
-
-    Raises:
-        UsageError: naming both options.
-    """
-    request = parse_sync_request(values["sync"])
-    compression = parse_compress_request(values["compress"])
-    if isinstance(request, Server):
-        check_servers(values)
-    is_compressed = compression != NO_COMPRESSION
-    if is_compressed and request != NO_SYNC:
-        raise UsageError(
-            f"--compress {values['compress']} needs the sums of every step, which --sync "
-            f"{values['sync']} does not have: use --sync exact, or leave --compress out"
-        )
-    if values["shard_optimizer"] and (request != NO_SYNC or is_compressed):
-        other = "--compress" if is_compressed else "--sync"
-        raise UsageError(
-            f"--shard-optimizer needs the exact sums of every step, without {other}: leave one out"
-        )
-    _check_algorithm(values, compression)
-    _check_memory(values, request, compression)
-    _check_approximate(values, request, is_compressed)
-    _check_apart(values, request)
-
-
-def _check_algorithm(values: Mapping[str, Any], compression: CompressRequest) -> None:
-    """Refuse an algorithm of all-reduces that the run cannot use."""
-    algorithm = values["allreduce"]
-    if algorithm == "hierarchical" and values["reduce_with"] == "mpi":
-        raise UsageError(NO_HIERARCHY)
-    if algorithm != "auto" and values["shard_optimizer"]:
-        raise UsageError(
-            f"--shard-optimizer sums by reduce-scatter, which --allreduce {algorithm} does not "
-            "change: leave one out"
-        )
-    if algorithm != "auto" and isinstance(compression, Half | TopK):
-        raise UsageError(
-            f"--compress {values['compress']} sends without an all-reduce, so --allreduce "
-            f"{algorithm} does not change it: leave one out"
-        )
-
-
-def _check_memory(
-    values: Mapping[str, Any], request: SyncRequest, compression: CompressRequest
-) -> None:
-    """Refuse a limit of memory that the planner would count wrongly."""
-    used = "--shard-optimizer" if values["shard_optimizer"] else ""
-    used = f"--sync {values['sync']}" if request != NO_SYNC else used
-    used = f"--compress {values['compress']}" if compression != NO_COMPRESSION else used
-    if used and values["memory_limit"] is not None:
-        raise UsageError(
-            f"--memory-limit does not count the memory that {used} needs or saves: leave one out"
-        )
-
-
-def _check_approximate(
-    values: Mapping[str, Any], request: SyncRequest, is_compressed: bool
-) -> None:
-    """Refuse options that need the exact gradients of all replicas in every step."""
-    if request == NO_SYNC and not is_compressed:
-        return
-    used = f"--sync {values['sync']}" if request != NO_SYNC else f"--compress {values['compress']}"
-    if values["verify"]:
-        raise UsageError(
-            f"--verify compares with the serial run, from which {used} differs: leave one out"
-        )
-    if parse_plan_request(values["plan"]) == ADAPTIVE:
-        raise UsageError(f"--plan adaptive does not support {used}: use --plan auto")
-    if request == NO_SYNC:
-        return
-    for name, value in (("clip_norm", None), ("gradient_limit", None), ("on_bad_step", "stop")):
-        if values[name] != value:
-            raise UsageError(
-                f"{flag(name)} needs the gradients of all replicas in every step, which {used} "
-                "does not sum: leave one out"
-            )
-
-
-def _check_apart(values: Mapping[str, Any], request: SyncRequest) -> None:
-    """Refuse options that replicas that train apart cannot obey."""
-    if request == NO_SYNC:
-        return
-    sync = f"--sync {values['sync']}"
-    if values["batch_norm"] == "sync":
-        raise UsageError(
-            f"--batch-norm sync needs all replicas in every step, which {sync} lets train apart: "
-            "use --batch-norm local"
-        )
-
-
-# By option: its value without effect, and why another one cannot be used.
-REFUSED: Mapping[str, tuple[Any, str]] = {
-    "compress": ("none", "which sends the gradients as they are"),
-    "shard_optimizer": (False, "whose servers divide the optimizer's state already"),
-    "reduce_with": (None, "which sums gradients on the servers"),
-    "allreduce": ("auto", "which sums gradients on the servers"),
-    "verify": (False, "because it compares runs without servers"),
-    "clip_norm": (None, "because no rank knows the norm of all gradients"),
-    "gradient_limit": (None, "because no rank knows the norm of all gradients"),
-    "on_bad_step": ("stop", "because no rank knows the norm of all gradients"),
-    "batch_norm": ("local", "whose workers compute apart from each other"),
-    "memory_limit": (None, "whose memory it does not count"),
-}
-
-
 def check_servers(values: Mapping[str, Any]) -> None:
-    """Refuse options that do not go together with servers.
-
-    Args:
-        values: of all options, by name.
+    """Refuse a number of ranks that leaves none to train beside the servers.
 
     Raises:
-        UsageError: naming both options.
+        UsageError: naming the smallest number.
     """
-    sync = f"--sync {values['sync']}"
-    for name, (allowed, reason) in REFUSED.items():
-        if values[name] != allowed:
-            value = "" if values[name] is True else f" {values[name]}"
-            raise UsageError(
-                f"{flag(name)}{value} is not supported with {sync}, {reason}: leave one out"
-            )
-    if not isinstance(parse_plan_request(values["plan"]), Replicated | PlanFile):
-        raise UsageError(
-            f"--plan {values['plan']} is not supported with {sync}, whose workers hold the whole "
-            "model: use --plan dp"
-        )
     request = parse_sync_request(values["sync"])
-    assert isinstance(request, Server)
+    if not isinstance(request, Server):
+        return
     servers, ranks, fewest = request.servers, values["ranks"], values["min_ranks"]
     if ranks is not None and ranks <= servers:
         raise UsageError(no_worker(values["sync"], servers, ranks))

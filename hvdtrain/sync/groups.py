@@ -4,11 +4,14 @@ from hvdtrain import world as worlds
 from hvdtrain.errors import UsageError
 from hvdtrain.host.launchers import has_horovod
 from hvdtrain.options.syncoptions import Library
-from hvdtrain.options.syncrequest import NO_HIERARCHY
 from hvdtrain.sync.collectives import Collectives, HorovodCollectives
 from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.world import World
 
+NO_HIERARCHY = (
+    "--allreduce hierarchical needs Horovod, since the all-reduces of --reduce-with mpi do not "
+    "block: use --reduce-with horovod (hvdtrain setup installs it), or another --allreduce"
+)
 WITHOUT_HOROVOD = (
     "Horovod is not installed on all ranks: MPI sums the gradients, as with --reduce-with mpi"
 )

@@ -50,7 +50,7 @@ def test_no_run_is_named_after_a_compression_that_it_does_not_have(tmp_path: Pat
         "runs/sync=exact-compress=none-seed=0",
         "runs/sync=local-8-compress=none-seed=0",
     ]
-    with pytest.raises(UsageError, match="needs the sums of every step"):
+    with pytest.raises(UsageError, match="which does not sum the gradients"):
         _load(tmp_path, "ranks: [2]\nsync: [exact, 'local:8']\ncompress: bf16\n")
 
 

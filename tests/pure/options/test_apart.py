@@ -20,7 +20,10 @@ from hvdtrain.options.syncrequest import folded
             {"sync": "local:4,lr=0.5"},
             "'lr=0.5' is none of what it takes after a comma, average-op",
         ),
-        ({"sync": "local:4", "clip_norm": 1.0}, "--clip-norm needs the gradients of all replicas"),
+        (
+            {"sync": "local:4", "clip_norm": 1.0},
+            "local:4, which does not sum the gradients of all repl",
+        ),
     ],
 )
 def test_what_replicas_that_train_apart_cannot_do_is_refused(

@@ -49,12 +49,18 @@ def test_other_texts_are_refused(text: str) -> None:
         ({"compress": "topk:0.1,after=-1"}, "after must be a whole number, not '-1'"),
         (
             {"compress": "fp16", "sync": "local:4"},
-            "--compress fp16 needs the sums of every step, .*: use --sync exact, or leave --comp",
+            "local:4, which does not sum .*: use --sync exact, or leave --comp",
         ),
-        ({"compress": "fp16", "sync": "elastic:4"}, "which --sync elastic:4 does not have: use"),
-        ({"compress": "fp16", "shard_optimizer": True}, "without --compress: leave one out"),
-        ({"compress": "fp16", "verify": True}, "--verify compares with the serial run, from w"),
-        ({"compress": "fp16", "plan": "adaptive"}, "--plan adaptive does not support --compress"),
+        (
+            {"compress": "fp16", "sync": "elastic:4"},
+            "not supported with --sync elastic:4, which does",
+        ),
+        (
+            {"compress": "fp16", "shard_optimizer": True},
+            "--compress fp16, which has no exact sums: leave one",
+        ),
+        ({"compress": "fp16", "verify": True}, "fp16, which differs from the serial run"),
+        ({"compress": "fp16", "plan": "adaptive"}, "which it cannot predict: use --plan auto"),
         ({"compress": "fp16", "framework": "tensorflow"}, "--compress is not supported with"),
     ],
 )
