@@ -61,7 +61,6 @@ def check_values(options: Sequence[Field[Any]], values: Mapping[str, Any]) -> No
     _check_framework(options, values)
     interval(values["checkpoint_every"])
     decay.parse(values["no_decay"])
-    decay.parse_scales(values["lr_scale"])
     if values["inject"]:
         injection.parse(values["inject"], values["ranks"] or MOST_RANKS)
     _check_together(values)
@@ -160,9 +159,6 @@ def _check_optimisation(values: Mapping[str, Any], defaults: Mapping[str, Any]) 
     for name, other, is_used in (
         ("label_smoothing", "--loss cross-entropy", values["loss"] == CROSS_ENTROPY),
         ("lookahead", "--sync exact", is_exact),
-        ("lr_scale", "--sync exact", is_exact),
-        ("lookahead_share", "--lookahead", values["lookahead"] is not None),
-        ("lr_start", "--warmup-epochs", values["warmup_epochs"] > 0),
         ("lr_end", "--lr-schedule cosine or linear", falls),
         ("shift", "--augment crop-flip", is_cropped),
         ("border", "--augment crop-flip", is_cropped),
@@ -176,8 +172,6 @@ def _check_optimisation(values: Mapping[str, Any], defaults: Mapping[str, Any]) 
         )
     if values["whiten"] and values["weights"] is not None:
         raise UsageError("--weights replaces what --whiten sets: leave one of them out")
-    if values["optimizer"] == "sgdw" and values["framework"] == "tensorflow":
-        raise UsageError("--optimizer sgdw is not supported with --framework tensorflow: use sgd")
 
 
 # What needs to know the state of an optimizer, or sets what a function of one's own sets.
@@ -188,7 +182,6 @@ NOT_WITH_OWN = {
     "memory_limit": "which counts the optimizer's state",
     "momentum": "which it sets itself",
     "weight_decay": "which it sets itself",
-    "lr_scale": "which it sets itself",
     "lookahead": "which it makes itself",
 }
 
