@@ -17,6 +17,7 @@ from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.host.harmless import as_csv, read_mapping
+from hvdtrain.options.givenmodel import beside
 from hvdtrain.study.runs import Arm, run_all
 from hvdtrain.study.statistics import difference, markdown_table, number
 
@@ -27,16 +28,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "random flips": {"flip": "random"},
     "no shifts": {"shift": 0},
     "borders of zeros": {"border": "zeros"},
-    "no lookahead": {"lookahead": None, "lookahead_share": TrainConfig.lookahead_share},
+    "no lookahead": {"lookahead": None},
     "constant rate": {
         "lr_schedule": "constant",
         "warmup_epochs": 0.0,
-        "lr_start": TrainConfig.lr_start,
         "lr_end": TrainConfig.lr_end,
     },
-    "weight decay within the momentum": {"optimizer": "sgd"},
     "no weight decay": {"weight_decay": 0.0},
-    "one rate for all parameters": {"lr_scale": "none"},
     "one view of a test image": {"test_augment": "none"},
     "first convolution trained, not whitening": {"whiten": False},
     "no label smoothing": {"label_smoothing": 0.0},
@@ -47,7 +45,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Train the variants and print their accuracies."""
     options = _options()
-    values = read_mapping(Path(options.recipe), "recipe")
+    file = Path(options.recipe)
+    values = beside(read_mapping(file, "recipe"), file.parent)
     recipe = TrainConfig(**values | {"data": options.data})
     if options.epochs is not None:
         share = options.epochs / (recipe.epochs or options.epochs)
@@ -60,7 +59,7 @@ def main() -> None:
     arms = [
         Arm(name.replace(" ", "-"), name, options.ranks, config.check())
         for name in dict.fromkeys([WHOLE, *names])
-        if (config := variant(recipe, name)) != recipe or name == WHOLE
+        if (config := replace(recipe, **VARIANTS[name])) != recipe or name == WHOLE
     ]
     folders = run_all(arms, options.seeds, Path(options.to), lambda line: print(line, flush=True))
     accuracies = {arm.name: [_accuracy(run) for run in folders[arm.key]] for arm in arms}
@@ -75,17 +74,6 @@ def main() -> None:
             ],
         )
     )
-
-
-def variant(recipe: TrainConfig, name: str) -> TrainConfig:
-    """Return the recipe without an ingredient; the recipe itself if it does not have it.
-
-    SGD adds the decay to the gradient, and the momentum multiplies both by 1 / (1 - momentum).
-    """
-    changed = replace(recipe, **VARIANTS[name])
-    if (recipe.optimizer, changed.optimizer) == ("sgdw", "sgd"):
-        return replace(changed, weight_decay=recipe.weight_decay * (1 - recipe.momentum))
-    return recipe if changed.optimizer != recipe.optimizer else changed
 
 
 def _row(name: str, accuracies: dict[str, list[float]]) -> dict[str, str]:

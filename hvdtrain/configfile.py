@@ -8,7 +8,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, harmless, records
 from hvdtrain.options.deviceoptions import AUTO_PRECISION, FixedPrecision
-from hvdtrain.options.fields import REMOVED, Rule, flag
+from hvdtrain.options.fields import IN_RECIPE, REMOVED, Rule, flag
+from hvdtrain.options.givenmodel import SEAMS, is_same_code
 from hvdtrain.options.syncrequest import folded, parse_compress_request, parse_sync_request
 
 # A run may resume with other values of these: they decide where, how and how long it runs. In the
@@ -113,6 +114,7 @@ def differences(
         may_change = may_change | {"precision"}
     removed = [
         f"{name} was {old[name]!r}, which this version does not support"
+        + (": recipes/cifar10_94.py has it" if name in IN_RECIPE else "")
         for name, value in REMOVED.items()
         if value is not None and old.get(name, value) != value
     ]
@@ -125,6 +127,8 @@ def differences(
 
 def _is_same(name: str, one: Any, other: Any) -> bool:
     """Return whether two values of an option mean the same."""
+    if name in ("model", *SEAMS) and is_same_code(one, other):
+        return True
     if one == other or name not in ("sync", "compress"):
         return bool(one == other)
     parse: Any = parse_sync_request if name == "sync" else parse_compress_request

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.backends.pytorch.optimizers import DECAY, SCALE, make_optimizer, set_learning_rate
+from hvdtrain.backends.pytorch.optimizers import make_optimizer, set_learning_rate
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.feed import step_seed
 from hvdtrain.models.component import Component, component_seed, isolated
@@ -235,8 +235,7 @@ class SerialRun:
         self.config, self.components, self.images = config, components, images
         self.reference = Reference(plan, build, rules, draws)
         undecayed = self.reference.of_kinds(decay.parse(config.no_decay))
-        scales = self.reference.factors(decay.parse_scales(config.lr_scale))
-        self.optimizer = plain_optimizer(config, self.reference.parameters, undecayed, scales)
+        self.optimizer = plain_optimizer(config, self.reference.parameters, undecayed)
         self.parity = Parity(*tolerances(config))
 
     def compare_initial(self, tensors: Mapping[str, Tensor]) -> None:
@@ -318,49 +317,25 @@ def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.contiguous().to(dtype.to_complex() if tensor.is_complex() else dtype)
 
 
-class PlainSGDW(torch.optim.SGD):
-    """SGD whose weight decay is apart from the momentum, by the formula."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Subtract rate x decay x weight, and what SGD without decay would."""
-        shrunk = [
-            (value, value * group["lr"] * group[DECAY])
-            for group in self.param_groups
-            for value in group["params"]
-        ]
-        super().step(closure)
-        for value, part in shrunk:
-            value.sub_(part)
-
-
 def plain_optimizer(
     config: TrainConfig,
     parameters: Mapping[str, nn.Parameter],
     undecayed: Collection[str] = (),
-    scales: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a run as torch's plain loop over tensors.
 
     Args:
-        undecayed, scales: as in `make_optimizer`.
+        undecayed: as in `make_optimizer`.
     """
     if config.optimizer not in OPTIMIZERS:
         return make_optimizer(config, parameters)
-    scales, decay = scales or {}, config.weight_decay
-    key = DECAY if config.optimizer == "sgdw" else "weight_decay"
     groups = [
-        {
-            "params": [value],
-            key: 0.0 if name in undecayed else decay / scales.get(name, 1.0),
-            SCALE: scales.get(name, 1.0),
-        }
+        {"params": [value], "weight_decay": 0.0 if name in undecayed else config.weight_decay}
         for name, value in parameters.items()
     ]
-    lr = config.learning_rate()
-    if config.optimizer in ("sgd", "sgdw"):
-        kind = torch.optim.SGD if config.optimizer == "sgd" else PlainSGDW
-        return kind(groups, lr, config.momentum, nesterov=config.momentum > 0, foreach=False)
+    lr, momentum = config.learning_rate(), config.momentum
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr, momentum, nesterov=momentum > 0, foreach=False)
     adam = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return adam(groups, lr=lr, foreach=False)
 

@@ -16,6 +16,7 @@ LARGEST = 10**18  # bound on all counts
 # Small gradients are 0 in fp16, so the loss is scaled up (Micikevicius et al., arXiv 1710.03740,
 # section 3.2): half the scale once a gradient overflows, twice after GROWTH_STEPS without one.
 LOSS_SCALE, LARGEST_SCALE, GROWTH_STEPS = 2.0**16, 2.0**24, 2000
+LARGEST_SHARE = 0.77  # of the slow weights
 
 
 @dataclass
@@ -122,10 +123,10 @@ def learning_rate(config: TrainConfig, epoch_length: int, position: int) -> floa
     (Loshchilov and Hutter, arXiv 1608.03983) or a line down to its end, or is divided by ten at
     50 % and at 75 % of training. A user's function returns a factor for the share that is done.
     """
-    peak, start, end = config.learning_rate(), config.lr_start, config.lr_end
+    peak, end = config.learning_rate(), config.lr_end
     warmup = config.warmup_epochs * epoch_length
     if position < warmup:
-        return peak * (start + (1 - start) * min(1.0, (position + config.batch_size) / warmup))
+        return peak * min(1.0, (position + config.batch_size) / warmup)
     total = config.total_samples(epoch_length)
     done = min(1.0, (position - warmup) / max(1.0, total - warmup))
     if config.lr_schedule == "cosine":
@@ -162,8 +163,8 @@ def rate_factor(schedule: str, done: float) -> float:
 def slow_share(config: TrainConfig, epoch_length: int, position: int) -> float | None:
     """Return how much of the slow weights stays after the step that starts at `position`.
 
-    It grows from 0 to `--lookahead-share` with the cube of the progress. None: weights and slow
-    weights do not meet after this step. After the last step they always do.
+    It grows from 0 to LARGEST_SHARE with the cube of the progress (Jordan, arXiv 2404.00498).
+    None: weights and slow weights do not meet after this step. After the last step they always do.
     """
     if config.lookahead is None:
         return None
@@ -173,7 +174,7 @@ def slow_share(config: TrainConfig, epoch_length: int, position: int) -> float |
     end = min(position + config.batch_size, (epoch + 1) * epoch_length)
     if steps % config.lookahead and end < total:
         return None
-    return config.lookahead_share * (position / total) ** 3
+    return LARGEST_SHARE * (position / total) ** 3
 
 
 def _fits(value: Any, kind: Any) -> bool:

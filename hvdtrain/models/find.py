@@ -5,6 +5,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,8 @@ ModelFunction = Callable[..., object]
 def find_function(reference: str, kind: str = "model") -> ModelFunction:
     """Return the function that `package.module:function` names, or that was passed in Python.
 
+    The module may also be a file, `folder/file.py:function`.
+
     Args:
         kind: of the function, for messages.
 
@@ -30,15 +33,15 @@ def find_function(reference: str, kind: str = "model") -> ModelFunction:
         passed: ModelFunction = reference.model
         return passed
     refuse_lost(reference, kind)
-    module_name, _, function_name = reference.partition(":")
-    parts = [*module_name.split("."), function_name]
-    if module_name.endswith(".py") or not all(part.isidentifier() for part in parts):
+    place, _, function_name = reference.rpartition(":")
+    file = Path(place) if place.endswith(".py") else None
+    module_name = file.stem if file is not None else place
+    if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
         raise UsageError(
-            f"{kind} {reference!r} is not of the form package.module:function: "
-            "write folder.file:function for folder/file.py, without '/' and '.py'"
+            f"{kind} {reference!r} is not of the form package.module:function or "
+            "folder/file.py:function: correct it"
         )
-    # A run asks in each step.
-    module = sys.modules.get(module_name) or _import_module(f"{kind} {reference!r}", module_name)
+    module = _import_module(f"{kind} {reference!r}", module_name, file)
     function: ModelFunction | None = getattr(module, function_name, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value)]
@@ -86,9 +89,9 @@ def call(
     except HvdtrainError:
         raise
     except (Exception, SystemExit) as error:
-        module_name, _, function_name = model.partition(":")
+        place, _, function_name = model.rpartition(":")
         values = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        where = f'run python -c "import {module_name} as m; m.{function_name}({values})"'
+        where = f'run python -c "{_import_line(place)} as m; m.{function_name}({values})"'
         if isinstance(model, GivenModel):
             where = f"call it with ({values})"
         raise UsageError(
@@ -131,16 +134,28 @@ def _arguments(
     return values
 
 
-def _import_module(what: str, module_name: str) -> ModuleType:
-    """Import a module as `python -m` would, with the current folder first on the path.
+def _import_line(place: str) -> str:
+    """Return the Python that imports a module or a file."""
+    if not place.endswith(".py"):
+        return f"import {place}"
+    return f"import sys; sys.path.insert(0, '{Path(place).parent}'); import {Path(place).stem}"
 
-    Not for our own models: what they import must not come from there.
+
+@cache  # a run asks in each step
+def _import_module(what: str, module_name: str, file: Path | None) -> ModuleType:
+    """Import a module as `python -m` would, with the folder of its file first on the path.
+
+    Without a file that is the current folder, but not for our own models: what they import must
+    not come from there.
     """
-    folder, is_ours = str(Path.cwd()), module_name.startswith("hvdtrain.")
-    if not is_ours and folder not in sys.path and "" not in sys.path:
+    if file is not None and not file.is_file():
+        raise UsageError(f"{what}: there is no file {file}: correct the path")
+    folder = str(Path.cwd() if file is None else file.parent.resolve())
+    is_ours, is_known = module_name.startswith("hvdtrain."), file is None and "" in sys.path
+    if not is_ours and folder not in sys.path and not is_known:
         sys.path.insert(0, folder)
     try:
-        return importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
@@ -151,5 +166,8 @@ def _import_module(what: str, module_name: str) -> ModuleType:
             ) from error
         raise UsageError(
             f"{what}: importing it failed with {one_line(error)}: to see where, run "
-            f'python -c "import {module_name}"'
+            f'python -c "{_import_line(str(file or module_name))}"'
         ) from error
+    if file is not None and not (module.__file__ and file.samefile(module.__file__)):
+        raise UsageError(f"{what}: another module has the name {file.stem}: rename the file")
+    return module

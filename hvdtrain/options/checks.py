@@ -56,7 +56,6 @@ def check_values(options: Sequence[Field[Any]], values: Mapping[str, Any]) -> No
     _check_framework(options, values)
     interval(values["checkpoint_every"])
     decay.parse(values["no_decay"])
-    decay.parse_scales(values["lr_scale"])
     if values["inject"]:
         injection.parse(values["inject"], values["ranks"] or MOST_RANKS)
     _check_length(values)

@@ -1,4 +1,4 @@
-"""A rule by names for parameters without weight decay, or with a learning rate of their own."""
+"""A rule by names for parameters without weight decay."""
 
 import re
 
@@ -23,25 +23,6 @@ def parse(text: str) -> frozenset[str]:
                 f"--no-decay {text} is not known: use some of {','.join(KINDS)}, or none"
             )
     return frozenset(words)
-
-
-def parse_scales(text: str) -> dict[str, float]:
-    """Return the factors of the learning rate by kind of parameter that `--lr-scale` gives.
-
-    Raises:
-        UsageError: for a kind that does not exist, or a factor that is not above 0.
-    """
-    scales: dict[str, float] = {}
-    for word in text.split(",") if text.strip() != "none" else ():
-        kind, _, value = (part.strip() for part in word.partition("="))
-        factor = float(value) if re.fullmatch(r"\d+(\.\d*)?", value) else 0.0
-        if kind not in KINDS or kind in scales or factor <= 0:
-            raise UsageError(
-                f"--lr-scale {text} is not understood: give factors above 0 of some of "
-                f"{', '.join(KINDS)}, such as norm=64,bias=2, or none"
-            )
-        scales[kind] = factor
-    return scales
 
 
 def is_exempt(kinds: frozenset[str], name: str, layer: str, dimensions: int) -> bool:

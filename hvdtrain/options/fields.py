@@ -39,7 +39,15 @@ class Rule(Flag):
 NO_RULE = Rule(0)
 # Options of earlier states, which configurations of runs have: the only value that a run may have
 # to be continued, or None for any.
-REMOVED = {"allow_approximate": None, "fragments": 1, "overlap": 0}
+REMOVED = {
+    "allow_approximate": None,
+    "fragments": 1,
+    "overlap": 0,
+    "lr_start": 0.0,
+    "lr_scale": "none",
+    "lookahead_share": 0.77,
+}
+IN_RECIPE = ("lr_start", "lr_scale", "lookahead_share")  # now functions of the recipe of 94 %
 DEFAULT_EPOCHS = 10
 
 

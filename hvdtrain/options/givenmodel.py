@@ -4,6 +4,8 @@ Nothing here loads torch.
 """
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UsageError
@@ -98,6 +100,29 @@ def _reference(model: object) -> str | None:
         return None
     is_named = getattr(sys.modules.get(module), name, None) is model
     return f"{module}:{name}" if is_named else None
+
+
+def beside(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the values of a configuration file, with modules that lie in its folder as files.
+
+    So `module:function` in a file is found from any current folder.
+    """
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [placed(member) for member in value]
+        place, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+        file = folder / f"{place.removesuffix('.py')}.py"
+        return f"{file.resolve()}:{name}" if place and file.is_file() else value
+
+    seams = ("model", "callback", *SEAMS)
+    return {name: placed(value) if name in seams else value for name, value in values.items()}
+
+
+def is_same_code(one: Any, other: Any) -> bool:
+    """Return whether two references name the same function of a file, wherever the file lies."""
+    names = [str(value).rpartition("/")[2] for value in (one, other)]
+    return names[0] == names[1] and ".py:" in names[0]
 
 
 def refuse_lost(model: str, kind: str = "model") -> None:

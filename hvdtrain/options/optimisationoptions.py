@@ -6,7 +6,7 @@ from hvdtrain.options.fields import Group, Rule, option
 from hvdtrain.options.givenmodel import Model
 
 Seam = Model  # a name on the command line, or any function in Python
-OPTIMIZERS = ("sgd", "sgdw", "adam", "adamw")
+OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "linear", "step")
 CROSS_ENTROPY = "cross-entropy"
 LOSSES = (CROSS_ENTROPY, "pixel-cross-entropy", "mse", "l1", "binary-cross-entropy")
@@ -26,8 +26,7 @@ class OptimisationOptions:
     )
     optimizer: Seam = option(  # noqa: RUF009
         "adam",
-        "sgd: with Nesterov momentum; sgdw: with weight decay apart from the momentum (Loshchilov "
-        "and Hutter, arXiv 1711.05101); adam, adamw, or module:function of (parameters by name, "
+        "sgd (with Nesterov momentum), adam, adamw, or module:function of (parameters by name, "
         "lr) that returns a torch.optim.Optimizer",
         Group.OPTIMISATION,
         Rule.FIRST,
@@ -51,36 +50,19 @@ class OptimisationOptions:
         Rule.FIRST,
         "NAME",
     )
-    lr_start: float = option(
-        0.0,
-        "where the warm-up starts, as a share of the learning rate",
-        Group.OPTIMISATION,
-        Rule.SHARE,
-    )
     lr_end: float = option(
         0.0,
         "where --lr-schedule cosine and linear end, as a share of the learning rate",
         Group.OPTIMISATION,
         Rule.SHARE,
     )
-    lr_scale: str = option(
-        "none",
-        "factors of the learning rate for the kinds of parameters that --no-decay knows, such as "
-        "'norm=64,bias=2'; their weight decay is divided by the factor, so that a step takes as "
-        "much of them (not with adam); of several kinds of a parameter, the first counts",
-        Group.OPTIMISATION,
-        Rule.TORCH_ONLY,
-        "KIND=X,...",
-    )
     warmup_epochs: float = option(
         0.0,
-        "epochs of linear warm-up from --lr-start",
+        "epochs of linear warm-up",
         Group.OPTIMISATION,
         Rule.FIRST | Rule.NOT_NEGATIVE,
     )
-    momentum: float = option(
-        0.9, "momentum of sgd and sgdw", Group.OPTIMISATION, Rule.NOT_NEGATIVE
-    )
+    momentum: float = option(0.9, "momentum of sgd", Group.OPTIMISATION, Rule.NOT_NEGATIVE)
     weight_decay: float = option(
         0.0, "weight decay", Group.OPTIMISATION, Rule.FIRST | Rule.NOT_NEGATIVE
     )
@@ -109,13 +91,6 @@ class OptimisationOptions:
         "way to slow weights, which follow (Zhang et al., arXiv 1907.08610)",
         Group.OPTIMISATION,
         Rule.POSITIVE | Rule.TORCH_ONLY,
-    )
-    lookahead_share: float = option(
-        0.77,
-        "with --lookahead: how much of the slow weights stays at the end of the run; it grows "
-        "from 0 with the cube of the progress (Jordan, arXiv 2404.00498)",
-        Group.OPTIMISATION,
-        Rule.SHARE | Rule.TORCH_ONLY,
     )
     expected: float | None = option(
         None,

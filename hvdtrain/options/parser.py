@@ -15,7 +15,8 @@ from jsonargparse import ArgumentParser, Namespace
 from hvdtrain.errors import UsageError
 from hvdtrain.host import harmless
 from hvdtrain.options import helptext, timelimit
-from hvdtrain.options.fields import NO_RULE, REMOVED, Group, Rule
+from hvdtrain.options.fields import IN_RECIPE, NO_RULE, REMOVED, Group, Rule
+from hvdtrain.options.givenmodel import beside
 from hvdtrain.options.nearest import nearest, unknown_key
 from hvdtrain.options.syncrequest import folded
 
@@ -104,6 +105,7 @@ class Parser(ArgumentParser):
             for key, value in folded(values).items()
             if key not in REMOVED or REMOVED[key] not in (None, value)
         }
+        kept = beside(kept, file.parent)
         self.check_keys(path, kept)
         if kept != values:
             text = yaml.safe_dump(kept, sort_keys=False)
@@ -128,6 +130,11 @@ class Parser(ArgumentParser):
         switches = [name for name, action in known.items() if helptext.is_switch(action)]
         keys = [name for name in known if "-" not in name and name != "config"]
         for key, value in values.items():
+            if key in IN_RECIPE:
+                raise UsageError(
+                    f"{source}: {key} is not an option of this version: write an optimizer or a "
+                    "rate of your own, as recipes/cifar10_94.py does"
+                )
             if key not in known:
                 raise unknown_key(source, key, keys, switches)
             action = known[key]

@@ -90,11 +90,6 @@ class Reference:
         """Return the names of the parameters of these kinds, as `StageModel.of_kinds`."""
         return frozenset().union(*(stage.models[0].of_kinds(kinds) for stage in self.stages))
 
-    def factors(self, by_kind: Mapping[str, float]) -> dict[str, float]:
-        """Return the factors of parameters by name, as `StageModel.factors`."""
-        of_stages = [stage.models[0].factors(by_kind) for stage in self.stages]
-        return {name: factor for factors in of_stages for name, factor in factors.items()}
-
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy in parameters and buffers by name; skip those whose shape differs."""
         for model in (model for stage in self.stages for model in stage.models):

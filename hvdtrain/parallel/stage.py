@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdtrain.data.augment import Places
 from hvdtrain.device import Mark
 from hvdtrain.models import extrastate
-from hvdtrain.options.decay import KINDS, is_exempt
+from hvdtrain.options.decay import is_exempt
 from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
 from hvdtrain.parallel.boundary import keeping_format
 from hvdtrain.parallel.checksums import digest, fingerprint
@@ -90,15 +90,6 @@ class StageModel:
             for path, value in component.named_parameters()
             if is_exempt(kinds, path, _layer_of(component, path), value.dim())
         )
-
-    def factors(self, by_kind: Mapping[str, float]) -> dict[str, float]:
-        """Return by name the factor of a parameter's kind; of several kinds, the first counts."""
-        return {
-            name: by_kind[kind]
-            for kind in reversed(KINDS)
-            if kind in by_kind
-            for name in self.of_kinds(frozenset((kind,)))
-        }
 
     def statistics(self) -> dict[str, Tensor]:
         """Return the running statistics of batch norms by name, as `parameters`."""

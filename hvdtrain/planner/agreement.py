@@ -127,7 +127,7 @@ def agreement_of(config: "TrainConfig") -> Agreement:
     request = config.sync_request
     if not isinstance(request, Local) or not request.averages_optimizer:
         averaged = (0, 0)
-    elif config.optimizer in ("sgd", "sgdw"):
+    elif config.optimizer == "sgd":
         averaged = (int(config.momentum > 0), 0)
     else:
         averaged = (2, 1)  # two moments, and a count of steps

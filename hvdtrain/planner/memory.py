@@ -13,7 +13,7 @@ RESERVE = 0.15  # share of a memory limit for memory that is not counted
 
 def optimizer_copies(optimizer: str) -> int:
     """Return how many copies of the parameters an optimizer keeps; of a user's own, two."""
-    return 1 if optimizer in ("sgd", "sgdw") else 2
+    return 1 if optimizer == "sgd" else 2
 
 
 @dataclass(frozen=True)

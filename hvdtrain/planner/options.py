@@ -36,7 +36,6 @@ class PlanConfig(ModelInConfig):
     momentum: float = field_of_train("momentum")
     weight_decay: float = field_of_train("weight_decay")
     no_decay: str = field_of_train("no_decay")
-    lr_scale: str = field_of_train("lr_scale")
     loss: Model = field_of_train("loss")
     label_smoothing: float = field_of_train("label_smoothing")
     clip_norm: float | None = field_of_train("clip_norm")

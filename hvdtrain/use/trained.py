@@ -246,7 +246,7 @@ def check(run: Path, model: str, is_trusted: bool) -> None:
     Raises:
         UsageError: with the fault and what to do.
     """
-    module = model.partition(":")[0]
+    module = model.rpartition(":")[0]
     if model in REGISTRY or ":" not in model:
         return
     files, installed = _files(module), (sys.prefix, sys.base_prefix)
@@ -268,6 +268,8 @@ def _files(module: str) -> list[Path]:
 
     The current folder comes first, as in `models.find`.
     """
+    if module.endswith(".py"):
+        return [Path(module).absolute()]
     names, path, files = module.split("."), [str(Path.cwd()), *sys.path], []
     for count in range(1, len(names) + 1):
         spec = PathFinder.find_spec(".".join(names[:count]), path)

@@ -1,4 +1,4 @@
-"""The optimizers of a run: torch's, with decoupled decay, lookahead, and rates by parameter."""
+"""The optimizers of a run: torch's, with lookahead, or one that a user's function makes."""
 
 from collections.abc import Callable, Mapping
 from inspect import unwrap
@@ -14,8 +14,7 @@ from hvdtrain.options.optimisationoptions import OPTIMIZERS
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
-SCALE = "lr_scale"  # key of a parameter group: factor of the learning rate
-DECAY = "decoupled_decay"  # key of a parameter group: weight decay apart from the gradient
+SCALE = "lr_scale"  # key of a parameter group of a user's own: factor of the learning rate
 SLOW_SHARE = "slow_share"  # key of a parameter group: as in `set_slow_share`
 SLOW = "slow"  # key of a parameter's state: its slow weights
 
@@ -24,32 +23,24 @@ def make_optimizer(
     config: TrainConfig,
     parameters: Mapping[str, nn.Parameter],
     undecayed: frozenset[str] = frozenset(),
-    scales: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a run, with torch's fused kernels.
 
     Args:
         undecayed: names of the parameters without weight decay.
-        scales: factors of the learning rate by name, where they are not 1.
 
     Raises:
         UsageError: if a user's function fails, or returns something else.
     """
     if config.optimizer not in OPTIMIZERS:
         return _own_optimizer(config, parameters)
-    groups: dict[tuple[float, float], list[Tensor]] = {}
+    groups: dict[float, list[Tensor]] = {}
     for name, value in parameters.items():
-        scale = scales.get(name, 1.0) if scales else 1.0
-        decay = 0.0 if name in undecayed else config.weight_decay / scale
-        groups.setdefault((decay, scale), []).append(value)
-    lr = config.learning_rate()
-    decay_key = DECAY if config.optimizer == "sgdw" else "weight_decay"
-    values = [
-        {"params": members, decay_key: decay, SCALE: scale, "lr": lr * scale}
-        for (decay, scale), members in groups.items()
-    ]
+        decay = 0.0 if name in undecayed else config.weight_decay
+        groups.setdefault(decay, []).append(value)
+    values = [{"params": members, "weight_decay": decay} for decay, members in groups.items()]
     kind, options = _kind(config)
-    return kind(values, lr=lr, fused=True, **options)
+    return kind(values, lr=config.learning_rate(), fused=True, **options)
 
 
 def _own_optimizer(
@@ -104,30 +95,15 @@ def _kind(
     """Return the class of the optimizer and the arguments that only it has."""
     options: dict[str, Any] = {}
     kind: type[torch.optim.Optimizer]
-    if config.optimizer in ("sgd", "sgdw"):
+    if config.optimizer == "sgd":
         options = {"momentum": config.momentum, "nesterov": config.momentum > 0}
         kind = torch.optim.SGD
     else:
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     step = unwrap(kind.step)
-    if config.optimizer == "sgdw":
-        step = _with_decoupled_decay(step)
     if config.lookahead is not None:
         step = _with_lookahead(step)
     return _without_compiler(kind, step), options
-
-
-def _with_decoupled_decay(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step that shrinks the weights by rate x decay, apart from the momentum."""
-
-    def decoupled(self: torch.optim.Optimizer, closure: None = None) -> None:
-        for group in self.param_groups:
-            updated = [value for value in group["params"] if value.grad is not None]
-            if group[DECAY] and updated:
-                torch._foreach_mul_(updated, 1 - group["lr"] * group[DECAY])
-        step(self, closure)
-
-    return decoupled
 
 
 def _with_lookahead(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -121,8 +121,7 @@ def stage_optimizer(
     if not parameters:
         return None
     free = model.of_kinds(decay.parse(config.no_decay))
-    scales = model.factors(decay.parse_scales(config.lr_scale))
-    optimizer = make_optimizer(config, parameters, free, scales)
+    optimizer = make_optimizer(config, parameters, free)
     check_state(config, parameters)
     sleep_in_updates(optimizer, list(model.components.values()))
     return optimizer

@@ -53,18 +53,14 @@ def test_mirrors_are_counted() -> None:
     ("values", "message"),
     [
         ({"whiten": True, "weights": "w.safetensors"}, "--whiten is not supported with --weights"),
-        ({"lookahead_share": 0.5}, "--lookahead-share needs --lookahead"),
-        ({"lr_start": 0.1}, "--lr-start needs --warmup-epochs"),
         ({"lr_schedule": "step", "lr_end": 0.1}, "--lr-end needs --lr-schedule cosine or linear"),
         ({"border": "reflect"}, "--border needs --augment crop-flip"),
         ({"flip": "alternate"}, "--flip needs --augment"),
         ({"lookahead": 5, "sync": "local:4"}, "which has other slow weights: use --sync exact"),
-        ({"lr_scale": "norm=2", "sync": "server"}, "which has one rate: use --sync exact"),
         (
             {"lookahead": 5, "memory_limit": 4.0, "plan": "auto"},
             "whose slow weights it does not count",
         ),
-        ({"optimizer": "sgdw", "framework": "tensorflow"}, "--optimizer sgdw is not supported"),
         ({"whiten": True, "framework": "tensorflow"}, "--whiten is not supported"),
         ({"expected": 94.0}, "--expected must be between 0 and 1"),
     ],

@@ -98,7 +98,7 @@ def test_the_options_of_train_stand_under_headings_with_true_defaults(
         "--device {cpu,cuda} device to train on (default: cuda if there is one)",
         "--epochs N passes over the training set (default: 10, or",
         "--lr X learning rate, used as given (default: 0.001)",
-        "--warmup-epochs X epochs of linear warm-up from --lr-start (default: 0.0)",
+        "--warmup-epochs X epochs of linear warm-up (default: 0.0)",
         "--microbatches N, --accumulate N gradient accumulation: micro-batches that each step",
         "--compile, --no-compile compile each component",
         "--resume [auto], --no-resume resume the run",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.models import components
+from hvdtrain.models import components, find
 
 ROOT = Path(__file__).parents[3]
 PREAMBLE = "from torch import nn\nfrom hvdtrain.models.component import Component\n"
@@ -16,6 +16,7 @@ PREAMBLE = "from torch import nn\nfrom hvdtrain.models.component import Componen
 def in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    find._import_module.cache_clear()
     for name in ("own", "package", "package.own"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -143,11 +144,26 @@ def test_unknown_names_bring_the_nearest_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["own.py:build", "a/own:build", "own:", ":build", "a:b:c", ".a:b"]
+    "model", ["a/own:build", "own:", ":build", "a:b:c", ".a:b", "own-1.py:build"]
 )
 def test_a_malformed_reference_is_refused(model: str) -> None:
     write("def build(classes, image_size):\n return [Component('only', nn.Flatten)]\n")
     assert refusal(model).startswith(f"model {model!r} is not of the form package.module:function")
+
+
+def test_a_users_model_may_be_named_by_its_file(tmp_path: Path) -> None:
+    write("def build(classes, image_size):\n return [Component('only', nn.Flatten)]\n")
+    for model in ("own.py:build", f"{tmp_path}/own.py:build"):
+        assert [component.name for component in components(model, 10, 32)] == ["only"]
+    assert refusal("other.py:build") == (
+        "model 'other.py:build': there is no file other.py: correct the path"
+    )
+    write("", "own2/own.py")
+    assert "another module has the name own: rename the file" in refusal("own2/own.py:build")
+    write("def build(classes, image_size):\n return 1 / 0\n", "own3.py")
+    assert "run python -c \"import sys; sys.path.insert(0, '.'); import own3 as m" in refusal(
+        "own3.py:build"
+    )
 
 
 @pytest.mark.parametrize("model", ["cnn", "own:build"])

@@ -113,7 +113,7 @@ def test_plan_check_compares_with_an_own_optimizer(hvdtrain: Program) -> None:
         (("--optimizer", f"{HERE}:forgetful"), "keeps a list as 'history'"),
         (("--optimizer", f"{HERE}:momentum", "--shard-optimizer"), "gives it slices of the weigh"),
         (("--optimizer", f"{HERE}:momentum", "--sync", "local:2"), "has to know the optimizer's"),
-        (("--optimizer", f"{HERE}:momentum", "--momentum", "0.5"), "which it sets itself"),
+        (("--optimizer", f"{HERE}:momentum", "--momentum", "0.5"), "which sets it itself"),
         (("--lr-schedule", f"{HERE}:negative"), "returned -0.5 for 0.5, the share of the run"),
         (("--augment", f"{HERE}:as_floats"), "returned float32 [50, 16, 16, 3]: return images"),
         (("--callback", f"{HERE}:halving"), "is no class of callbacks: derive it from"),
