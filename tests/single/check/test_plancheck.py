@@ -60,9 +60,7 @@ def a_tail_that_counts_as_a_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None
 
 def decay_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = parts.make_optimizer
-    monkeypatch.setattr(
-        parts, "make_optimizer", lambda config, named, free, scales: whole(config, named)
-    )
+    monkeypatch.setattr(parts, "make_optimizer", lambda config, named, free: whole(config, named))
 
 
 def no_clipping(monkeypatch: pytest.MonkeyPatch) -> None:

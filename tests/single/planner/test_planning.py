@@ -266,7 +266,7 @@ def test_a_bad_component_is_found_after_a_change_too(
         ),
         (
             ("--plan", "dp", "--memory-limit", 4),
-            "--memory-limit needs --plan auto or --plan adaptive",
+            "--memory-limit needs --plan auto or --plan adaptive: add it, or leave this out",
         ),
         (
             ("--plan", "auto", "--profile", "/nowhere/profile.json"),
