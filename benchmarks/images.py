@@ -121,7 +121,7 @@ def _ours(folder: Path, epoch: int) -> Iterator[Any]:
     with open_split(index, "train") as samples:
         rows = order.training_order(index, np.arange(len(samples)), 0, epoch)
         requests = ((rows[i : i + BATCH],) * 2 for i in range(0, len(rows), BATCH))
-        feeder = Feeder(samples, augmentation(config, index.mean, epoch))
+        feeder = Feeder(samples, augmentation(config, epoch))
         with Loader(feeder, requests) as loader:
             yield from ((feed.images, feed.labels) for feed in loader)
 

@@ -3,7 +3,8 @@
     python benchmarks/ingredients.py --recipe recipes/cifar10-94.yaml --data data/cifar10
                                      --to runs/ingredients [--ranks 2] [--seeds 2] [--epochs 7]
 
-Each variant is the recipe with other values of a few options, trained with the same seeds; all
+Each variant is the recipe with other values of a few options, trained with the same seeds. What a
+file beside the recipe does (whitening, lookahead, views) is left out by a copy of the file. All
 runs are in random order. Finished runs are kept, so that the same command adds seeds or
 continues after a stop. A recipe's epochs can be cut down: its warm-up is cut in proportion.
 """
@@ -25,18 +26,10 @@ WHOLE = "the recipe"
 # What each variant has in place of the recipe's values.
 VARIANTS: dict[str, dict[str, Any]] = {
     WHOLE: {},
-    "random flips": {"flip": "random"},
-    "no shifts": {"shift": 0},
-    "borders of zeros": {"border": "zeros"},
-    "no lookahead": {"lookahead": None},
-    "constant rate": {
-        "lr_schedule": "constant",
-        "warmup_epochs": 0.0,
-        "lr_end": TrainConfig.lr_end,
-    },
-    "no weight decay": {"weight_decay": 0.0},
-    "one view of a test image": {"test_augment": "none"},
-    "first convolution trained, not whitening": {"whiten": False},
+    "neither shifts nor flips, one view": {"augment": "none"},
+    "shifts of 4, random flips, one view": {"augment": "crop-flip"},
+    "constant rate": {"lr_schedule": "constant"},
+    "SGD": {"optimizer": "sgd", "weight_decay": 0.0005},
     "no label smoothing": {"label_smoothing": 0.0},
     "fp32": {"precision": "fp32"},
 }

@@ -31,7 +31,7 @@ class TrainConfig(
 
     model: Model = option(  # noqa: RUF009
         MISSING,
-        "cnn, airbench, resnet18, resnet50, vit_tiny, vit_b16, cct_2, cct_6, or "
+        "cnn, resnet18, resnet50, vit_tiny, vit_b16, cct_2, cct_6, or "
         "package.module:function of your own",
         Group.DATA,
         Rule.FIRST | Rule.ONE_LINE,

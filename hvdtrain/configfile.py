@@ -8,7 +8,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, harmless, records
 from hvdtrain.options.deviceoptions import AUTO_PRECISION, FixedPrecision
-from hvdtrain.options.fields import IN_RECIPE, REMOVED, Rule, flag
+from hvdtrain.options.fields import ANY, IN_RECIPE, REMOVED, Rule, flag
 from hvdtrain.options.givenmodel import SEAMS, is_same_code
 from hvdtrain.options.syncrequest import folded, parse_compress_request, parse_sync_request
 
@@ -108,7 +108,7 @@ def differences(
     current, old = asdict(new), DEFAULTS | old | values_of_older_version(old)
     if new.weight_decay == 0:
         may_change = may_change | {"no_decay"}
-    if new.lr_schedule != "constant" or new.lookahead is not None:
+    if new.lr_schedule != "constant":
         may_change = may_change - {"epochs", "max_steps"}  # they stretch schedules
     if AUTO_PRECISION in (old.get("precision"), new.precision):
         may_change = may_change | {"precision"}
@@ -116,7 +116,7 @@ def differences(
         f"{name} was {old[name]!r}, which this version does not support"
         + (": recipes/cifar10_94.py has it" if name in IN_RECIPE else "")
         for name, value in REMOVED.items()
-        if value is not None and old.get(name, value) != value
+        if value is not ANY and old.get(name, value) != value
     ]
     return removed + [
         f"{name} was {old[name]!r}, is {current[name]!r}"

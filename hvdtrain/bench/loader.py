@@ -39,8 +39,8 @@ def bench_loader(config: LoaderConfig) -> dict[str, Any]:
         UsageError, DataError: if the options or the data set are wrong.
     """
     index = read_index(config.data)
-    training = TrainConfig(model="", data="", augment=config.augment, cutout=config.cutout)
-    augment = augmentation(training, index.mean, 0)
+    training = TrainConfig(model="", data="", augment=config.augment)
+    augment = augmentation(training, 0)
     memory = config.memory_mb * 2**20
     with open_split(index, "train", memory) as samples:
         # As in training: the memory must hold at least two windows.

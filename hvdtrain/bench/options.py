@@ -34,7 +34,6 @@ class StepConfig:
     label_smoothing: float = field_of_train("label_smoothing")
     clip_norm: float | None = field_of_train("clip_norm")
     augment: Seam = field_of_train("augment")
-    cutout: int | None = field_of_train("cutout")
     compile: bool = field_of_train("compile")
     image_size: int | None = field(
         default=None,
@@ -77,7 +76,6 @@ class LoaderConfig:
     augment: Seam = field(
         default="crop-flip", metadata=about("none, crop-flip or resized-crop-flip")
     )
-    cutout: int | None = field_of_train("cutout")
     memory_mb: int = field(
         default=4096, metadata=about("memory for images; a larger set is read in windows")
     )
@@ -90,7 +88,7 @@ class LoaderConfig:
         Raises:
             UsageError: naming the option.
         """
-        for name in ("batch_size", "memory_mb", "seconds", "cutout"):
+        for name in ("batch_size", "memory_mb", "seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(f"--{name.replace('_', '-')} must be above 0, not {value}")

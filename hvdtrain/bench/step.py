@@ -201,9 +201,7 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
     samples = program.cut.samples(session.plan.last, session.world.rank)
     control = Control(session.world, session.device.loss_delay)
     local_rows = partial(session.local_rows, is_training=True)
-    feeder = training_feeder(
-        config, session.splits["train"], session.normalisation[0], 0, session.is_resident
-    )
+    feeder = training_feeder(config, session.splits["train"], 0, session.is_resident)
     device = session.runtime.device
     totals = dict.fromkeys(SHARES, 0.0)
     with Loader(feeder, requests(rows, slices, local_rows)) as loader:

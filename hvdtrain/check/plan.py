@@ -280,7 +280,7 @@ def compare_run(trial: Trial, plan: Plan) -> Parity:
 def _batch(trial: Trial, plan: Plan, bounds: Range) -> Batch:
     config, (start, stop) = trial.config, bounds
     rows = order.training_order(trial.index, trial.rows, config.seed, 0)[start:stop]
-    feeder = Feeder(trial.splits["train"], augmentation(config, trial.normalisation[0], 0))
+    feeder = Feeder(trial.splits["train"], augmentation(config, 0))
     parts = cut(plan, len(rows)).parts
     first, last = (parts[k].get(trial.world.rank, ()) for k in (0, plan.last))
     local = feeder.gather((take_rows(rows, first), take_rows(rows, last)))

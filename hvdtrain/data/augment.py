@@ -7,7 +7,7 @@ used as a hash of a counter.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -16,6 +16,7 @@ from PIL.Image import Image
 
 from hvdtrain.data.images import scaled
 
+PADDING = 4  # pixels, of crop_flip
 _ATTEMPTS = 10  # to place a random crop
 _SMALLEST_AREA = 0.08  # of a random crop, relative to the image
 # Aspect ratios from 3/4 to 4/3 whose logarithms are evenly spaced. They are rounded to 16 bits, so
@@ -44,19 +45,6 @@ def sample_hash(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.uin
     return splitmix64(state ^ ids.astype(np.uint64))
 
 
-Flip = Literal["random", "alternate"]
-Border = Literal["zeros", "reflect"]
-
-
-def alternates(ids: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.bool_]:
-    """Return which samples are mirrored if each is in every second epoch: bool [n].
-
-    Half of them are in the even epochs (Jordan, arXiv 2404.00498, section 3.6).
-    """
-    starts_mirrored = (sample_hash(seed, 0, ids) >> np.uint64(63)).astype(bool)
-    return starts_mirrored ^ (epoch % 2 == 1)
-
-
 class Moves(NamedTuple):
     """The shift of each image, and which ones are mirrored afterwards.
 
@@ -74,51 +62,36 @@ class Moves(NamedTuple):
         return Moves(self.top[part], self.left[part], self.mirrored[part])
 
 
-def moves(
-    ids: NDArray[np.int64], seed: int, epoch: int, padding: int = 4, flip: Flip = "random"
-) -> Moves:
+def moves(ids: NDArray[np.int64], seed: int, epoch: int) -> Moves:
     """Return what `crop_flip` does to the images with these ids."""
-    places = 2 * padding + 1
+    places = 2 * PADDING + 1
     bits = sample_hash(seed, epoch, ids)
     top = _below(places, bits & np.uint64(0xFFFFFF))
     left = _below(places, (bits >> np.uint64(24)) & np.uint64(0xFFFFFF))
-    if flip == "alternate":
-        return Moves(top, left, alternates(ids, seed, epoch))
     return Moves(top, left, (bits >> np.uint64(63)).astype(bool))
 
 
 def crop_flip(
-    images: NDArray[np.uint8],
-    ids: NDArray[np.int64],
-    seed: int,
-    epoch: int,
-    padding: int = 4,
-    border: Border = "zeros",
-    flip: Flip = "random",
+    images: NDArray[np.uint8], ids: NDArray[np.int64], seed: int, epoch: int
 ) -> NDArray[np.uint8]:
-    """Return the images shifted by up to `padding` pixels each way, half of them mirrored.
+    """Return the images shifted by up to PADDING pixels each way, half of them mirrored.
 
-    `images` is uint8 [n, height, width, channels]; a new array of that shape is returned. By
-    default this is the augmentation of He et al. (2016) for CIFAR: pad by 4, crop at random, flip.
-
-    Args:
-        border: what comes into the image: zeros, or the pixels beside its border, mirrored.
-        flip: "random" mirrors half of the images in each epoch, "alternate" as in `alternates`.
+    `images` is uint8 [n, height, width, channels]; a new array of that shape is returned. This is
+    the augmentation of He et al. (2016) for CIFAR: pad by 4 zeros, crop at random, flip.
     """
     count, height, width, channels = images.shape
     if count == 0:
         return images.copy()
-    places = 2 * padding + 1
-    top, left, mirrored = moves(ids, seed, epoch, padding, flip)
-    sides = ((0, 0), (padding, padding), (padding, padding), (0, 0))
-    padded = np.pad(images, sides, "reflect" if border == "reflect" else "constant")
+    places = 2 * PADDING + 1
+    top, left, mirrored = moves(ids, seed, epoch)
+    padded = np.pad(images, ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0)))
     padded = np.ascontiguousarray(padded)  # it has the order of the images' axes in memory
     # lines[i, y, x] is the line of `width` pixels that starts at (y, x) of image i, as one item:
     # a crop is then a gather of `height` items, each copied as a block.
     line = np.dtype((np.void, width * channels))
     lines = as_strided(
         padded.reshape(-1)[: width * channels].view(line),
-        (count, height + 2 * padding, places),
+        (count, height + 2 * PADDING, places),
         (padded.strides[0], padded.strides[1], padded.strides[2]),
     )
     rows = top[:, None] + np.arange(height)
@@ -130,7 +103,7 @@ def crop_flip(
 
 
 def resized_crop_flip(
-    image: Image, sample: int, seed: int, epoch: int, size: int, flip: Flip = "random"
+    image: Image, sample: int, seed: int, epoch: int, size: int
 ) -> NDArray[np.uint8]:
     """Return a random part of an RGB image, scaled to a square and mirrored half of the time.
 
@@ -142,10 +115,7 @@ def resized_crop_flip(
     bits = sample_hash(seed, epoch, ids)
     box = crop_box(image.height, image.width, bits)
     result = scaled(image, size, size, box)
-    if flip == "alternate":
-        turned = bool(alternates(ids, seed, epoch)[0])
-    else:
-        turned = bool(splitmix64(bits ^ np.uint64(_FIELD))[0] >> np.uint64(63))
+    turned = bool(splitmix64(bits ^ np.uint64(_FIELD))[0] >> np.uint64(63))
     return np.ascontiguousarray(result[:, ::-1]) if turned else result
 
 
@@ -173,51 +143,6 @@ def crop_box(height: int, width: int, bits: NDArray[np.uint64]) -> tuple[int, in
     return left, top, left + part_width, top + part_height
 
 
-def cutout(
-    images: NDArray[np.uint8],
-    ids: NDArray[np.int64],
-    seed: int,
-    epoch: int,
-    side: int,
-    fill: NDArray[np.uint8],
-) -> None:
-    """Blank a square of each image in place (DeVries and Taylor, arXiv 1708.04552).
-
-    The centre of the square may be any pixel, so the square may lie partly outside the image.
-
-    Args:
-        images: [n, height, width, channels].
-        side: side of the square in pixels.
-        fill: [channels], the value of a blank pixel: the mean pixel if images are normalised by
-            it.
-    """
-    _, height, width, _ = images.shape
-    top, left = squares(ids, seed, epoch, side, (height, width))
-    rows, columns = np.arange(height), np.arange(width)
-    in_rows = (rows >= top[:, None]) & (rows < top[:, None] + side)
-    in_columns = (columns >= left[:, None]) & (columns < left[:, None] + side)
-    images[in_rows[:, :, None] & in_columns[:, None, :]] = fill
-
-
-def squares(
-    ids: NDArray[np.int64], seed: int, epoch: int, side: int, shape: tuple[int, int]
-) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the top and left pixels of the squares that `cutout` blanks, int64 [n] each.
-
-    They are negative where a square lies partly outside.
-
-    Args:
-        shape: height and width of the images.
-    """
-    bits = splitmix64(sample_hash(seed, epoch, ids))
-    top = _below(shape[0], bits & np.uint64(0xFFFFFF)) - side // 2
-    left = _below(shape[1], (bits >> np.uint64(24)) & np.uint64(0xFFFFFF)) - side // 2
-    return top, left
-
-
-Square = tuple[NDArray[np.intp], NDArray[np.intp]]  # top and left pixel of each
-
-
 @dataclass(frozen=True)
 class Places:
     """Images of a split that is in the memory of a device, and what is done to them there.
@@ -225,12 +150,10 @@ class Places:
     Attributes:
         rows: of the split, int64 [n].
         moves: of each image; None: they are used as they are.
-        squares: which are blanked; None for none.
     """
 
     rows: NDArray[np.int64]
     moves: Moves | None = None
-    squares: Square | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -240,9 +163,6 @@ class Places:
             self,
             rows=self.rows[part],
             moves=None if self.moves is None else self.moves.part(part),
-            squares=None
-            if self.squares is None
-            else (self.squares[0][part], self.squares[1][part]),
         )
 
 

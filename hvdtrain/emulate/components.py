@@ -103,7 +103,7 @@ def emulated(
         width = cost.output_shape[-1] if is_last else cost.output_bytes // (itemsize * SCALE)
         sizes = scaled_sizes([gradient.elements for gradient in cost.sizes.gradients])
         build = partial(EmulatedComponent, sizes, max(1, width), work(component.name))
-        made.append(CountedComponent(component.name, build, cost))
+        made.append(CountedComponent(component.name, build, cost=cost))
     return made
 
 

@@ -5,6 +5,8 @@ import math
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 from PIL.Image import Image
@@ -13,11 +15,9 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.augment import (
     Places,
     crop_flip,
-    cutout,
     moves,
     resized_crop_flip,
     sample_hash,
-    squares,
 )
 from hvdtrain.data.index import Index, parse_index
 from hvdtrain.data.order import Range, Rows, split
@@ -115,63 +115,79 @@ class PlacedFeeder:
         """Return one step's feed."""
         rows, for_labels = request
         config, ids = self.config, self.samples.ids(rows)
-        drawn = blanked = None
+        drawn = None
         if config.augment == "crop-flip":
-            drawn = moves(ids, config.seed, self.epoch, config.shift, config.flip)
-        if config.cutout is not None:
-            shape = self.samples.index.image_shape[:2]
-            blanked = squares(ids, config.seed, self.epoch, config.cutout, shape)
-        return Feed(Places(rows, drawn, blanked), ids, self.samples.labels(for_labels))
+            drawn = moves(ids, config.seed, self.epoch)
+        return Feed(Places(rows, drawn), ids, self.samples.labels(for_labels))
 
 
 def training_feeder(
     config: TrainConfig,
     samples: Samples,
-    mean: Sequence[float],
     epoch: int,
     is_resident: bool = False,
 ) -> "Feeder | PlacedFeeder":
     """Return what makes the feeds of an epoch.
 
     Args:
-        mean: as in `augmentation`.
         is_resident: whether the samples are on the device.
     """
     if is_resident:
         return PlacedFeeder(samples, config, epoch)
-    return Feeder(samples, augmentation(config, mean, epoch))
+    return Feeder(samples, augmentation(config, epoch))
 
 
-def fill_of(mean: Sequence[float]) -> np.ndarray:
-    """Return the value of pixels that are blanked: the mean, uint8 [C]."""
-    return np.round(255 * np.asarray(mean)).astype(np.uint8)
-
-
-def augmentation(config: TrainConfig, mean: Sequence[float], epoch: int) -> Augmentation:
-    """Return the augmentation of an epoch's images.
-
-    Args:
-        mean: mean of each channel, of pixels in 0..1; cutout fills with it.
-    """
+def augmentation(config: TrainConfig, epoch: int) -> Augmentation:
+    """Return the augmentation of an epoch's images."""
+    if config.augment == "none":
+        return Augmentation()
 
     def picture(image: Image, sample: int, size: int) -> np.ndarray:
-        return resized_crop_flip(image, sample, config.seed, epoch, size, config.flip)
+        return resized_crop_flip(image, sample, config.seed, epoch, size)
 
     def batch(batch: Batch) -> Batch:
-        images = batch.images
-        if config.augment not in AUGMENTATIONS:
+        if config.augment == "crop-flip":
+            images = crop_flip(batch.images, batch.ids, config.seed, epoch)
+        else:
             images = own_augmentation(config, batch, epoch)
-        elif config.augment == "crop-flip":
-            images = crop_flip(images, batch.ids, config.seed, epoch, *options)
-        if config.cutout is not None:
-            cutout(images, batch.ids, config.seed, epoch, config.cutout, fill)
         return Batch(images, batch.labels, batch.ids)
 
-    options, fill = (config.shift, config.border, config.flip), fill_of(mean)
-    has_batch = config.augment not in ("none", "resized-crop-flip") or config.cutout is not None
-    return Augmentation(
-        picture if config.augment == "resized-crop-flip" else None, batch if has_batch else None
-    )
+    if config.augment == "resized-crop-flip":
+        return Augmentation(picture)
+    return Augmentation(None, batch)
+
+
+View = tuple[float, Callable[[np.ndarray], np.ndarray]]  # a weight, and what changes images
+
+
+def views(config: TrainConfig) -> Sequence[View]:
+    """Return what an evaluation sees of each image; the logits of all count by their weights.
+
+    It is the image itself, unless a user's augmentation has an attribute `views`.
+
+    Raises:
+        UsageError: if these are no weights and functions.
+    """
+    seen: Any = ()
+    if config.augment not in AUGMENTATIONS:
+        seen = getattr(find_function(config.augment, "augment"), "views", ())
+    try:
+        pairs = [(float(weight), view) for weight, view in seen]
+        if not all(callable(view) for _, view in pairs):
+            raise TypeError("what follows a weight is no function")
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the views of --augment {config.augment} are not of the form [(weight, function of "
+            f"images), ...] ({error}): correct them"
+        ) from None
+    if not pairs:
+        return [(1.0, lambda images: images)]
+    return [(weight, partial(_seen, config.augment, view)) for weight, view in pairs]
+
+
+def _seen(name: str, view: Callable[[np.ndarray], np.ndarray], images: np.ndarray) -> np.ndarray:
+    where = f"a view of --augment {name}"
+    return _checked(where, call_users(where, view, images), images)
 
 
 def own_augmentation(config: TrainConfig, batch: Batch, epoch: int) -> np.ndarray:
@@ -185,7 +201,12 @@ def own_augmentation(config: TrainConfig, batch: Batch, epoch: int) -> np.ndarra
     """
     where, images = f"--augment {config.augment}", batch.images
     function = find_function(config.augment, "augment")
-    made = call_users(where, function, images, sample_hash(config.seed, 0, batch.ids), epoch)
+    seeds = sample_hash(config.seed, 0, batch.ids)
+    return _checked(where, call_users(where, function, images, seeds, epoch), images)
+
+
+def _checked(where: str, made: Any, images: np.ndarray) -> np.ndarray:
+    """Return what a user's function made of images, if it has their form."""
     if not isinstance(made, np.ndarray) or (made.shape, made.dtype) != (images.shape, np.uint8):
         form = (
             f"{made.dtype} {list(made.shape)}"
@@ -325,12 +346,11 @@ def check_images(config: TrainConfig, index: Index) -> None:
             f"--loss {CROSS_ENTROPY} needs class labels, and the data set has targets "
             f"{index.targets}: {others}"
         )
-    moving = {"--augment": config.augment, "--test-augment": config.test_augment}
-    for name, value in moving.items():
-        if len(index.target_form.shape) > 1 and value != "none":
-            raise UsageError(
-                f"{name} {value} moves images but not their targets {index.targets}: leave it out"
-            )
+    if len(index.target_form.shape) > 1 and config.augment != "none":
+        raise UsageError(
+            f"--augment {config.augment} moves images but not their targets {index.targets}: "
+            "leave it out"
+        )
 
 
 def step_seed(seed: int, position: int, rank: int | None) -> int:

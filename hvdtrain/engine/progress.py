@@ -16,7 +16,6 @@ LARGEST = 10**18  # bound on all counts
 # Small gradients are 0 in fp16, so the loss is scaled up (Micikevicius et al., arXiv 1710.03740,
 # section 3.2): half the scale once a gradient overflows, twice after GROWTH_STEPS without one.
 LOSS_SCALE, LARGEST_SCALE, GROWTH_STEPS = 2.0**16, 2.0**24, 2000
-LARGEST_SHARE = 0.77  # of the slow weights
 
 
 @dataclass
@@ -120,19 +119,19 @@ def learning_rate(config: TrainConfig, epoch_length: int, position: int) -> floa
     """Return the learning rate of the step that starts at `position` (samples consumed so far).
 
     Linear warm-up (Goyal et al., arXiv 1706.02677). Then it is constant, follows a cosine
-    (Loshchilov and Hutter, arXiv 1608.03983) or a line down to its end, or is divided by ten at
+    (Loshchilov and Hutter, arXiv 1608.03983) or a line down to 0, or is divided by ten at
     50 % and at 75 % of training. A user's function returns a factor for the share that is done.
     """
-    peak, end = config.learning_rate(), config.lr_end
+    peak = config.learning_rate()
     warmup = config.warmup_epochs * epoch_length
     if position < warmup:
         return peak * min(1.0, (position + config.batch_size) / warmup)
     total = config.total_samples(epoch_length)
     done = min(1.0, (position - warmup) / max(1.0, total - warmup))
     if config.lr_schedule == "cosine":
-        return peak * (end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done)))
+        return peak * 0.5 * (1 + math.cos(math.pi * done))
     if config.lr_schedule == "linear":
-        return peak * (1 - (1 - end) * done)
+        return peak * (1 - done)
     if config.lr_schedule == "step":
         progress = position / total
         return peak * (0.01 if progress >= 0.75 else 0.1 if progress >= 0.5 else 1.0)
@@ -158,23 +157,6 @@ def rate_factor(schedule: str, done: float) -> float:
             "factor of --lr, 0 or more"
         )
     return float(factor)
-
-
-def slow_share(config: TrainConfig, epoch_length: int, position: int) -> float | None:
-    """Return how much of the slow weights stays after the step that starts at `position`.
-
-    It grows from 0 to LARGEST_SHARE with the cube of the progress (Jordan, arXiv 2404.00498).
-    None: weights and slow weights do not meet after this step. After the last step they always do.
-    """
-    if config.lookahead is None:
-        return None
-    total = config.total_samples(epoch_length)
-    epoch, offset = divmod(position, epoch_length)
-    steps = epoch * -(-epoch_length // config.batch_size) + offset // config.batch_size + 1
-    end = min(position + config.batch_size, (epoch + 1) * epoch_length)
-    if steps % config.lookahead and end < total:
-        return None
-    return LARGEST_SHARE * (position / total) ** 3
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 # The function of each model, in the form in which users name their own.
 REGISTRY = {
     "cnn": "hvdtrain.models.cnn:cnn",
-    "airbench": "hvdtrain.models.airbench:airbench",
     "resnet18": "hvdtrain.models.resnet:resnet18",
     "resnet50": "hvdtrain.models.resnet:resnet50",
     "vit_tiny": "hvdtrain.models.vit:vit_tiny",

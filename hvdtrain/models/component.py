@@ -7,16 +7,18 @@ gradients a parameter is called `component.parameter`, such as `layer1.0.conv1.w
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
+from hvdtrain.models.find import call_users
 
 IMAGE_CHANNELS = 3
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -30,6 +32,9 @@ class Component:
         name: parts of letters, digits, `_` and `-`, joined by dots.
         build: returns a new module at each call; takes all its random numbers from torch's
             default generator.
+        start: of normalised training images, [n, 3, size, size] fp32 on the CPU, returns what
+            some of the module's parameters and buffers start with, by name. Rank 0 calls it, at
+            the start of a run that is not continued.
 
     Raises:
         UsageError: for any other name, or if `build` is not a function.
@@ -37,6 +42,7 @@ class Component:
 
     name: str
     build: Callable[[], nn.Module]
+    start: Callable[[Tensor], Mapping[str, Tensor]] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -129,6 +135,36 @@ def build_component(
     with isolated(component_seed(seed, component.name), "cpu"):
         module = component.build()
     return cast(component, module.to(device), dtype)
+
+
+def start_of(component: Component, images: Tensor) -> dict[str, Tensor]:
+    """Return what parameters and buffers of a component start with, from training images.
+
+    Raises:
+        UsageError: if its function fails, or returns other names or shapes than its module has.
+    """
+    assert component.start is not None
+    where = f"the start of component {component.name!r}"
+    values = call_users(where, component.start, images)
+    tensors = build_for_shapes(component).state_dict()
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    returned = {name: tuple(np.shape(value)) for name, value in dict(values).items()}
+    if wrong := [name for name in returned if returned[name] != shapes.get(name)]:
+        raise UsageError(
+            f"{where} returned {wrong[0]!r} of shape {list(returned[wrong[0]])}, which its module "
+            f"does not have: return tensors by name, of the shapes of its state_dict()"
+        )
+    return {name: torch.as_tensor(value) for name, value in values.items()}
+
+
+def build_started(component: Component, values: Mapping[str, Tensor]) -> nn.Module:
+    """Build a component whose parameters and buffers start with these values, by name."""
+    module = component.build()
+    with torch.no_grad():
+        for name, tensor in module.state_dict().items():
+            if name in values:
+                tensor.copy_(values[name])
+    return module
 
 
 @torch.no_grad()

@@ -81,7 +81,7 @@ class CountedComponent(Component):
         cost: of the other one.
     """
 
-    cost: ComponentCost
+    cost: ComponentCost = field(kw_only=True)
 
 
 def component_costs(

@@ -43,18 +43,12 @@ class OptimisationOptions:
     )
     lr_schedule: Seam = option(  # noqa: RUF009
         "constant",
-        "constant; cosine or linear down to --lr-end; step: divided by 10 at 50 % and at 75 % "
+        "constant; cosine or linear down to 0; step: divided by 10 at 50 % and at 75 % "
         "of the run; or module:function of the share of the run that is done, which returns a "
         "factor of --lr",
         Group.OPTIMISATION,
         Rule.FIRST,
         "NAME",
-    )
-    lr_end: float = option(
-        0.0,
-        "where --lr-schedule cosine and linear end, as a share of the learning rate",
-        Group.OPTIMISATION,
-        Rule.SHARE,
     )
     warmup_epochs: float = option(
         0.0,
@@ -84,13 +78,6 @@ class OptimisationOptions:
         "scale gradients down to this norm over the whole model",
         Group.OPTIMISATION,
         Rule.POSITIVE | Rule.NOT_MIRRORED,
-    )
-    lookahead: int | None = option(
-        None,
-        "every N steps and after the last one, unless that step is skipped, go back part of the "
-        "way to slow weights, which follow (Zhang et al., arXiv 1907.08610)",
-        Group.OPTIMISATION,
-        Rule.POSITIVE | Rule.TORCH_ONLY,
     )
     expected: float | None = option(
         None,

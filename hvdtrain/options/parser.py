@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 from hvdtrain.errors import UsageError
 from hvdtrain.host import harmless
 from hvdtrain.options import helptext, timelimit
-from hvdtrain.options.fields import IN_RECIPE, NO_RULE, REMOVED, Group, Rule
+from hvdtrain.options.fields import ANY, IN_RECIPE, NO_RULE, REMOVED, Group, Rule
 from hvdtrain.options.givenmodel import beside
 from hvdtrain.options.nearest import nearest, unknown_key
 from hvdtrain.options.syncrequest import folded
@@ -103,7 +103,7 @@ class Parser(ArgumentParser):
         kept = {
             key: value
             for key, value in folded(values).items()
-            if key not in REMOVED or REMOVED[key] not in (None, value)
+            if key not in REMOVED or REMOVED[key] not in (ANY, value)
         }
         kept = beside(kept, file.parent)
         self.check_keys(path, kept)
@@ -132,8 +132,8 @@ class Parser(ArgumentParser):
         for key, value in values.items():
             if key in IN_RECIPE:
                 raise UsageError(
-                    f"{source}: {key} is not an option of this version: write an optimizer or a "
-                    "rate of your own, as recipes/cifar10_94.py does"
+                    f"{source}: {key} is not an option of this version: give --optimizer, "
+                    "--lr-schedule or --augment a function, as recipes/cifar10_94.py does"
                 )
             if key not in known:
                 raise unknown_key(source, key, keys, switches)

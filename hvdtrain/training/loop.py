@@ -232,9 +232,7 @@ def _train_under_plan(run: Run) -> None:
         piece for piece in order.step_slices(length, config.batch_size, offset) if piece[0] < last
     ]
     log = StepLog(run, epoch, length)
-    feeder = training_feeder(
-        config, session.splits["train"], session.normalisation[0], epoch, session.is_resident
-    )
+    feeder = training_feeder(config, session.splits["train"], epoch, session.is_resident)
     row_requests = requests(rows, slices, partial(session.local_rows, is_training=True))
     loader = Loader(feeder, row_requests)
     epochs = math.ceil(config.total_samples(length) / length)

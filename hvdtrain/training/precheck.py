@@ -94,14 +94,11 @@ def _check_plan(config: TrainConfig) -> None:
         make_plan,
         model_components,
     )
-    from hvdtrain.backends.pytorch.whitening import check_whitening
     from hvdtrain.data import order
 
     index = as_modelled(index_for(config), config)
     components = model_components(config, index)
     boundaries = check_components(components, config, index)
-    if config.whiten:
-        check_whitening(config.model, components, index.image_shape[0])
     if isinstance(config.plan_request, Chosen):
         check_choice(config, components)
         return

@@ -12,6 +12,7 @@ from torch.nn import functional
 from hvdtrain.data import order
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.shards import open_split
+from hvdtrain.engine.feed import views
 from hvdtrain.errors import UsageError
 from hvdtrain.host import files
 from hvdtrain.host.harmless import as_csv
@@ -43,7 +44,7 @@ class Evaluation:
             five classes or fewer.
         class_names: by class.
         confusion: int64 [classes, classes], the number of images by class and answer.
-        test_augment: the views of each image whose mean counts, as in training.
+        views: how many of each image there are; their weighted mean counts.
     """
 
     checkpoint: Path
@@ -53,7 +54,7 @@ class Evaluation:
     top5_accuracy: float | None
     class_names: tuple[str, ...]
     confusion: np.ndarray
-    test_augment: str = "none"
+    views: int = 1
 
     @property
     def images(self) -> int:
@@ -97,7 +98,7 @@ class Evaluation:
             "data": self.data,
             "split": self.split,
             "images": self.images,
-            "test_augment": self.test_augment,
+            "views": self.views,
             "accuracy": self.accuracy,
             "top5_accuracy": self.top5_accuracy,
             "loss": self.loss,
@@ -108,8 +109,7 @@ class Evaluation:
         """Return the result as lines, with the classes of the lowest recall."""
         top5 = self.top5_accuracy
         top = "" if top5 is None else f", top-5 accuracy {top5:.4f}"
-        several = f", with --test-augment {self.test_augment} as the run"
-        views = "" if self.test_augment == "none" else several
+        views = "" if self.views == 1 else f", as the mean over {self.views} views of each image"
         rows = [row for row in self.by_class() if row["images"]]
         rows.sort(key=lambda row: row["recall"])
         width = max(len(str(row["name"])) for row in rows)
@@ -218,7 +218,7 @@ def _measure(trained: Trained, index: Index, split: str) -> Evaluation:
         loss=loss_sum / len(rows),
         top5_accuracy=in_top / len(rows) if classes > TOP else None,
         class_names=index.class_names,
-        test_augment=trained.config.test_augment,
+        views=len(views(trained.config)),
         confusion=confusion.reshape(classes, classes),
     )
 

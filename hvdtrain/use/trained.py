@@ -22,13 +22,12 @@ from hvdtrain.checkpoint.store import Checkpoint
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import read_index
-from hvdtrain.data.views import views
-from hvdtrain.engine.feed import normalisation
+from hvdtrain.engine.feed import normalisation, views
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.files import ownership_problem
 from hvdtrain.models import REGISTRY
 from hvdtrain.models.component import Component, tensor_shapes
-from hvdtrain.options.givenmodel import Model
+from hvdtrain.options.givenmodel import GivenModel, Model
 from hvdtrain.parallel.stage import AUTOCAST, Images, StageModel
 from hvdtrain.training.inputs import Inputs, inputs_of, load
 from hvdtrain.world import World
@@ -57,10 +56,10 @@ class Trained:
     def logits(self, images: np.ndarray) -> Tensor:
         """Return the logits [n, classes] of images, uint8 [n, size, size, 3], as training does.
 
-        They are the mean over the views of `--test-augment`.
+        They are the mean over the views that an augmentation has.
         """
-        seen = views(self.config.test_augment)
-        logits = [view.weight * self._logits(view.of(images)) for view in seen]
+        seen = views(self.config)
+        logits = [weight * self._logits(view(images)) for weight, view in seen]
         return torch.stack(logits).sum(0) if len(seen) > 1 else logits[0]
 
     def _logits(self, images: np.ndarray) -> Tensor:
@@ -127,8 +126,9 @@ def trained_model(
     config = _config(Path(run), model)
     saved, checkpoint = saved_state(Path(run), which)
     inputs = load(Path(run)) or _inputs_from_data(config, Path(run))
-    if model is None:
-        check(Path(run), config.model, trust)
+    for name in (config.model, config.augment):
+        if not isinstance(name, GivenModel):
+            check(Path(run), name, trust)
     components = models.components(
         config.model,
         inputs.classes,
@@ -232,22 +232,22 @@ def _check(
         )
 
 
-def check(run: Path, model: str, is_trusted: bool) -> None:
-    """Refuse to import the module of a run's model if another user could have written it.
+def check(run: Path, name: str, is_trusted: bool) -> None:
+    """Refuse to import a module that a run names if another user could have written it.
 
     The run folder and its configuration name the module; the module and its folder hold the code,
     and the current folder what that imports. Folders above these are not checked, nor is this
     Python's installation.
 
     Args:
-        model: its name in the configuration.
+        name: of a model or an augmentation, as in the configuration.
         is_trusted: import it in any case.
 
     Raises:
         UsageError: with the fault and what to do.
     """
-    module = model.rpartition(":")[0]
-    if model in REGISTRY or ":" not in model:
+    module = name.rpartition(":")[0]
+    if name in REGISTRY or ":" not in name:
         return
     files, installed = _files(module), (sys.prefix, sys.base_prefix)
     checked = [file for file in files if not any(map(file.is_relative_to, installed))]
@@ -256,9 +256,7 @@ def check(run: Path, model: str, is_trusted: bool) -> None:
     paths += [folder / "__pycache__" for folder in folders]
     faults = (ownership_problem(path) for path in paths if path.exists())
     if not is_trusted and (fault := next(filter(None, faults), None)):
-        raise UsageError(
-            f"{run} names the model {model}, whose code would run, and {fault}; or give --trust"
-        )
+        raise UsageError(f"{run} names {name}, whose code would run, and {fault}; or give --trust")
     source = files[-1] if files else module
     print(f"hvdtrain: importing {source}, which {run} names", file=sys.stderr)
 

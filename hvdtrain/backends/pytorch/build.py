@@ -129,7 +129,6 @@ def _rule(config: TrainConfig, plan: Plan, device: torch.device) -> UpdateRule:
         and not (skips or config.shard_optimizer or config.gradient_limit is not None)
         and not isinstance(config.sync_request, Server)
         and config.optimizer in ("sgd", "adam", "adamw")
-        and config.lookahead is None
         and (config.clip_norm is None or plan.last == 0),
     )
 

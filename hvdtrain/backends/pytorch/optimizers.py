@@ -1,4 +1,4 @@
-"""The optimizers of a run: torch's, with lookahead, or one that a user's function makes."""
+"""The optimizers of a run: torch's, or one that a user's function makes."""
 
 from collections.abc import Callable, Mapping
 from inspect import unwrap
@@ -15,8 +15,6 @@ from hvdtrain.options.optimisationoptions import OPTIMIZERS
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 SCALE = "lr_scale"  # key of a parameter group of a user's own: factor of the learning rate
-SLOW_SHARE = "slow_share"  # key of a parameter group: as in `set_slow_share`
-SLOW = "slow"  # key of a parameter's state: its slow weights
 
 
 def make_optimizer(
@@ -100,43 +98,17 @@ def _kind(
         kind = torch.optim.SGD
     else:
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    step = unwrap(kind.step)
-    if config.lookahead is not None:
-        step = _with_lookahead(step)
-    return _without_compiler(kind, step), options
+    return _without_compiler(kind), options
 
 
-def _with_lookahead(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step after which weights and slow weights may meet (arXiv 1907.08610).
-
-    The slow weights w' start as the weights w after the first step. With a share s both become
-    s w' + (1 - s) w.
-    """
-
-    def looking_ahead(self: torch.optim.Optimizer, closure: None = None) -> None:
-        step(self, closure)
-        for group in self.param_groups:
-            share = group.get(SLOW_SHARE)
-            for value in group["params"]:
-                if value.grad is None:
-                    continue
-                state = self.state[value]
-                if SLOW not in state:
-                    state[SLOW] = value.detach().clone()
-                elif share is not None:
-                    value.copy_(state[SLOW].lerp_(value, 1 - share))
-
-    return looking_ahead
-
-
-def _without_compiler(kind: type[Kind], step: Callable[..., Any]) -> type[Kind]:
-    """Return the class with this step and methods that have no guards against being compiled.
+def _without_compiler(kind: type[Kind]) -> type[Kind]:
+    """Return the class with methods that have no guards against being compiled.
 
     Torch's guards load its compiler, which takes a third of a rank's start-up time, and this
     toolkit never compiles an optimizer.
     """
     methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad")}
-    quick = torch.no_grad()(step)
+    quick = torch.no_grad()(unwrap(kind.step))
     return cast(type[Kind], type(kind.__name__, (kind,), methods | {"step": quick}))
 
 
@@ -150,12 +122,3 @@ def set_progress(optimizer: torch.optim.Optimizer, before: float, after: float) 
     """Set the shares of the run that are done before and after the next step, for its step."""
     for group in optimizer.param_groups:
         group["progress"] = before, after
-
-
-def set_slow_share(optimizer: torch.optim.Optimizer, share: float | None) -> None:
-    """Set how much of the slow weights stays when weights meet them after the next step.
-
-    None: they do not meet.
-    """
-    for group in optimizer.param_groups:
-        group[SLOW_SHARE] = share

@@ -1,7 +1,5 @@
 """The training images of a run on its device, if they can be there."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -9,7 +7,6 @@ from hvdtrain import device as devices
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.images import centre
 from hvdtrain.data.shards import Samples
-from hvdtrain.engine.feed import fill_of
 from hvdtrain.errors import UsageError
 from hvdtrain.options.imageoptions import AUGMENTATIONS
 from hvdtrain.parallel.resident import Resident
@@ -18,16 +15,11 @@ MOST_MEMORY = 0.1  # of the free memory of a GPU
 
 
 def resident_images(
-    config: TrainConfig,
-    samples: Samples,
-    device: torch.device,
-    mean: Sequence[float],
-    ranks: int,
+    config: TrainConfig, samples: Samples, device: torch.device, ranks: int
 ) -> Resident | None:
     """Return the images of a split on the device, as --resident says.
 
     Args:
-        mean: of each channel, of pixels in 0..1.
         ranks: of this host.
 
     Raises:
@@ -41,8 +33,6 @@ def resident_images(
         fault = f"--augment {config.augment} makes images on the host"
     elif index.resize is not None or config.augment == "resized-crop-flip":
         fault = "images that are scaled are made on the host"
-    elif config.border == "reflect" and config.shift >= min(index.image_shape[:2]):
-        fault = "shifts of a whole image are made on the host"
     elif not samples.in_memory:
         fault = "the training images do not fit into the memory of the host"
     if fault and not is_auto:
@@ -63,13 +53,7 @@ def resident_images(
             f"--resident always: the images need {stored.nbytes:,} bytes of {device}, which has "
             "fewer free: leave it out"
         ) from None
-    return Resident(
-        images,
-        config.shift,
-        config.border,
-        config.cutout or 0,
-        torch.from_numpy(fill_of(mean)).to(device),
-    )
+    return Resident(images)
 
 
 def _fits(config: TrainConfig, samples: Samples, device: torch.device, ranks: int) -> bool:

@@ -16,13 +16,11 @@ from typing_extensions import override
 
 from hvdtrain import device as devices
 from hvdtrain.backends.pytorch.diagnosis import diagnose
-from hvdtrain.backends.pytorch.optimizers import set_learning_rate, set_progress, set_slow_share
+from hvdtrain.backends.pytorch.optimizers import set_learning_rate, set_progress
 from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.data.order import Rows
-from hvdtrain.data.views import views
 from hvdtrain.device import Mark
-from hvdtrain.engine.feed import Feed, step_seed, take_rows
-from hvdtrain.engine.progress import slow_share
+from hvdtrain.engine.feed import Feed, step_seed, take_rows, views
 from hvdtrain.engine.session import (
     Faults,
     PendingStep,
@@ -242,15 +240,12 @@ class TorchSession(Session):
     @override
     def train(self, step: StepInput) -> PendingStep:
         feed, position = step.feed, step.position
-        share = slow_share(self.config, len(self.train_rows), position)
         total = self.config.total_samples(len(self.train_rows))
         done = position / total, min(1.0, (position + step.batch_size) / total)
         for part in self.state.parts.values():
             if part.optimizer is not None:
                 set_learning_rate(part.optimizer, step.rate)
                 set_progress(part.optimizer, *done)
-                if self.config.lookahead is not None:
-                    set_slow_share(part.optimizer, share)
         self._seed(position)
         todo = self._next_program(step.batch_size, is_training=True)
         epoch, offset = divmod(position, len(self.train_rows))
@@ -280,13 +275,12 @@ class TorchSession(Session):
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> list[float]:
         shape = 1 + len(self.measures)
         totals = torch.zeros(shape, dtype=torch.float64, device=self.runtime.device)
-        seen = views(self.config.test_augment)
+        seen = views(self.config)
         for feed, batch_size in batches:
             todo = self._next_program(batch_size, is_training=False)
             logits: Logits = {}
-            for view in seen:
-                images = view.of(feed.pixels)
-                step = Step(todo, images, feed.labels, weight=view.weight, logits=logits)
+            for weight, view in seen:
+                step = Step(todo, view(feed.pixels), feed.labels, weight=weight, logits=logits)
                 self.runtime.evaluate(step)
             if step.loss_sum is not None:
                 totals += torch.stack([step.loss_sum.double(), *step.measured.values()])

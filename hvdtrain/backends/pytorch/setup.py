@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from hvdtrain import models
 from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
@@ -21,12 +24,11 @@ from hvdtrain.backends.pytorch.session import (
     TorchTimeline,
 )
 from hvdtrain.backends.pytorch.state import TorchState, check_savable
-from hvdtrain.backends.pytorch.whitening import whitened
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
-from hvdtrain.data.shards import Samples
+from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.device import choose_algorithms, choose_device, forget_peak
 from hvdtrain.engine.dataset import as_modelled, shared_index
 from hvdtrain.engine.feed import (
@@ -40,7 +42,7 @@ from hvdtrain.engine.feed import (
 from hvdtrain.engine.machine import machine_of
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
-from hvdtrain.models.component import Component, tensor_shapes
+from hvdtrain.models.component import Component, build_started, start_of, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.models.shapes import Boundary
 from hvdtrain.options.planrequest import ADAPTIVE, AUTO
@@ -57,6 +59,10 @@ if TYPE_CHECKING:
 
 def _ignore(phase: str) -> None:
     """Mark nothing."""
+
+
+# The most images that components start from, and their most bytes as floats.
+STARTING_IMAGES, STARTING_BYTES = 5000, 2**28
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,7 @@ def open_session(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
     normal = normalisation(config.normalise, index, train_rows, world)
-    if config.whiten and not machine_of(world).is_modelled:
-        components = whitened(config, components, index, train_rows, normal, world)
+    components = _started(config, components, index, train_rows, normal, world)
     mark("data")
     plan = _agreed_plan(config, components, index, len(train_rows), world)
     images = _images(config, normal, world)
@@ -120,6 +125,45 @@ def open_session(
     check_savable(session.state.parts, config)
     mark("model")
     return session
+
+
+def _started(
+    config: TrainConfig,
+    components: list[Component],
+    index: Index,
+    rows: Rows,
+    normal: Normalisation,
+    world: World,
+) -> list[Component]:
+    """Return the components with what some of them start with, from images. Collective.
+
+    Raises:
+        UsageError: if a component's function fails, or returns something else.
+    """
+    starting = [part for part in components if part.start is not None]
+    if not starting or machine_of(world).is_modelled:
+        return components
+    values: dict[str, dict[str, Tensor]] | UsageError = {}
+    if world.rank == 0:
+        with open_split(index, "train") as samples:
+            # In a random order of the file, so that classes that lie together all count.
+            chosen = np.random.default_rng(config.seed).permutation(rows)
+            count = min(STARTING_IMAGES, max(1, STARTING_BYTES // (4 * index.image_bytes)))
+            stored = samples.gather(np.sort(chosen[:count])).images
+        images = Images(*normal, torch.device("cpu"), "fp32")(stored)
+        try:
+            values = {part.name: start_of(part, images) for part in starting}
+        except UsageError as error:
+            values = error
+    values = world.broadcast(values)
+    if isinstance(values, UsageError):
+        raise values
+    return [
+        replace(part, build=partial(build_started, part, values[part.name]))
+        if part.name in values
+        else part
+        for part in components
+    ]
 
 
 def _emulated(
@@ -150,9 +194,7 @@ def _opened(
     at_an_end = not stages.isdisjoint({0, plan.last})
     splits = open_splits(index, world, at_an_end or config.plan_request == ADAPTIVE)
     if 0 in stages and not machine_of(world).is_modelled:
-        images.resident = resident_images(
-            config, splits["train"], images.device, mean, world.local_size
-        )
+        images.resident = resident_images(config, splits["train"], images.device, world.local_size)
     return splits
 
 

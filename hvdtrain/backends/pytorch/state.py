@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hvdtrain.backends.pytorch.optimizers import SLOW
 from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.store import EXTRA, MODEL, OPTIMIZER, SYNC, owners
 from hvdtrain.checkpoint.tensorfile import DTYPES
@@ -345,7 +344,7 @@ def state_shapes(
         shapes = {"step": (), "exp_avg": same, "exp_avg_sq": same}
     elif config.momentum > 0:
         shapes = {"momentum_buffer": same}
-    return shapes if config.lookahead is None else shapes | {SLOW: same}
+    return shapes
 
 
 def restore_state(

@@ -19,7 +19,7 @@ def folder(**values: Any) -> str:
 def test_options_with_their_defaults_make_no_other_one() -> None:
     """A run keeps its folder when a version adds or removes an option that it does not use."""
     assert (
-        folder() == folder(lr=TrainConfig.lr, whiten=False, sync="exact") == "runs/cnn-2-20ddd602"
+        folder() == folder(lr=TrainConfig.lr, compile=False, sync="exact") == "runs/cnn-2-20ddd602"
     )
 
 
@@ -39,7 +39,7 @@ def test_how_often_a_run_is_looked_at_makes_no_other_one(values: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    "values", [{"lr": 0.5}, {"seed": 1}, {"no_decay": "none"}, {"whiten": True}]
+    "values", [{"lr": 0.5}, {"seed": 1}, {"no_decay": "none"}, {"clip_norm": 2.0}]
 )
 def test_what_is_computed_does(values: dict[str, Any]) -> None:
     assert folder(**values) != folder()

@@ -52,16 +52,6 @@ def test_mirrors_are_counted() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"whiten": True, "weights": "w.safetensors"}, "--whiten is not supported with --weights"),
-        ({"lr_schedule": "step", "lr_end": 0.1}, "--lr-end needs --lr-schedule cosine or linear"),
-        ({"border": "reflect"}, "--border needs --augment crop-flip"),
-        ({"flip": "alternate"}, "--flip needs --augment"),
-        ({"lookahead": 5, "sync": "local:4"}, "which has other slow weights: use --sync exact"),
-        (
-            {"lookahead": 5, "memory_limit": 4.0, "plan": "auto"},
-            "whose slow weights it does not count",
-        ),
-        ({"whiten": True, "framework": "tensorflow"}, "--whiten is not supported"),
         ({"expected": 94.0}, "--expected must be between 0 and 1"),
     ],
 )
@@ -73,11 +63,16 @@ def test_ingredients_that_exclude_each_other_or_do_nothing_are_refused(
 
 
 def test_a_run_of_an_older_version_had_the_defaults_of_newer_options() -> None:
-    new = TrainConfig(model="cnn", data="d", whiten=True, lookahead=4, expected=0.9)
-    newer = ("whiten", "lookahead", "expected")
-    old = {name: value for name, value in asdict(new).items() if name not in newer}
-    assert differences(old, new) == [
-        "whiten was False, is True",
-        "lookahead was None, is 4",
+    new = TrainConfig(model="cnn", data="d", clip_norm=2.0, expected=0.9)
+    old = asdict(new)
+    del old["clip_norm"], old["expected"]
+    assert differences(old, new) == ["clip_norm was None, is 2.0"]
+    assert differences(old, replace(new, clip_norm=None)) == []
+
+
+def test_a_run_with_an_option_that_went_is_not_continued_without_it() -> None:
+    new = TrainConfig(model="cnn", data="d")
+    assert differences(asdict(new) | {"whiten": False, "shift": 4, "lookahead": None}, new) == []
+    assert differences(asdict(new) | {"whiten": True}, new) == [
+        "whiten was True, which this version does not support: recipes/cifar10_94.py has it"
     ]
-    assert differences(old, replace(new, whiten=False, lookahead=None)) == []

@@ -62,7 +62,7 @@ def test_the_same_in_words(hvdtrain: Program, small_set: Path) -> None:
 
 def test_a_loader_is_measured_and_its_parts(hvdtrain: Program, small_set: Path) -> None:
     options = ("bench", "loader", "--data", small_set, "--seconds", 0.4, "--batch-size", 32)
-    result = json.loads(hvdtrain(*options, "--cutout", 4, "--json").stdout)
+    result = json.loads(hvdtrain(*options, "--json").stdout)
     assert result["in_memory"]
     rates = ("images_per_second", "reading", "augmenting", "copying")
     assert all(result[name] > 0 for name in rates)

@@ -38,7 +38,7 @@ def refusal(model: str, patch_size: int | None = None) -> str:
 def test_listing_and_checking_names_imports_no_torch() -> None:
     program = (
         "import sys, hvdtrain.models as models\n"
-        "assert models.MODEL_NAMES[:2] == ('cnn', 'airbench')\n"
+        "assert models.MODEL_NAMES[:2] == ('cnn', 'resnet18')\n"
         "models.check_name('cnn')\n"
         "assert not {'torch', 'numpy'} & sys.modules.keys()"
     )
@@ -135,12 +135,10 @@ def test_a_function_that_requires_something_else_is_refused(parameters: str, rea
 def test_unknown_names_bring_the_nearest_ones() -> None:
     assert refusal("resnet_18") == (
         "unknown model 'resnet_18': did you mean resnet18 or resnet50? use one of cnn, "
-        "airbench, resnet18, resnet50, vit_tiny, vit_b16, cct_2, cct_6, or "
+        "resnet18, resnet50, vit_tiny, vit_b16, cct_2, cct_6, or "
         "package.module:function for a model of your own"
     )
-    assert refusal("").startswith(
-        "unknown model '': use one of cnn, airbench, resnet18, resnet50,"
-    )
+    assert refusal("").startswith("unknown model '': use one of cnn, resnet18, resnet50,")
 
 
 @pytest.mark.parametrize(

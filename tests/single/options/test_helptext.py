@@ -42,7 +42,6 @@ def script(hvdtrain: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 *("--no-change-batch-norm", "--no-compile", "--no-cudnn-benchmark"),
                 *("--no-decay", "--no-deterministic", "--no-dry-run"),
                 *("--no-resume", "--no-shard-optimizer", "--no-tf32", "--no-verify"),
-                "--no-whiten",
                 *("--nodes", "--normalise"),
             ],
         ),

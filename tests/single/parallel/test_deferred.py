@@ -124,7 +124,6 @@ def test_a_bad_step_leaves_the_weights_and_is_told_later(
         {"on_bad_step": "skip"},
         {"gradient_limit": 1.0},
         {"precision": "fp16"},
-        {"lookahead": 5},
     ],
     ids=str,
 )

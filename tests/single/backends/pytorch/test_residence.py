@@ -34,9 +34,6 @@ def config_of(**settings: Any) -> TrainConfig:
     [
         {},
         {"augment": "crop-flip"},
-        {"augment": "crop-flip", "border": "reflect", "flip": "alternate", "shift": 2},
-        {"augment": "crop-flip", "cutout": 5},
-        {"cutout": 3},
     ],
     ids=str,
 )
@@ -49,10 +46,10 @@ def test_feeds_of_the_device_are_those_of_the_host(
     rows = np.array([59, 0, 7, 7, 31])  # as where others are held out
     with open_split(index, "train") as samples:
         images = Images(MEAN, (0.2, 0.2, 0.2), CPU, "fp32")
-        images.resident = resident_images(config, samples, CPU, MEAN, 1)
+        images.resident = resident_images(config, samples, CPU, 1)
         assert images.resident is not None
         feeds = [
-            training_feeder(config, samples, MEAN, 3, is_resident).gather((rows, rows[:2]))
+            training_feeder(config, samples, 3, is_resident).gather((rows, rows[:2]))
             for is_resident in (True, False)
         ]
         assert not isinstance(feeds[0].images, np.ndarray)
@@ -69,15 +66,6 @@ def test_a_session_knows_whether_they_are(small_set: Path, resident: Any, expect
     session.close()
 
 
-def test_shifts_of_a_whole_image_are_made_on_the_host(small_set: Path) -> None:
-    config = config_of(resident="always", augment="crop-flip", border="reflect", shift=40)
-    with (
-        open_split(read_index(small_set), "train") as samples,
-        pytest.raises(UsageError, match="shifts of a whole image are made on the host"),
-    ):
-        resident_images(config, samples, CPU, MEAN, 1)
-
-
 def test_a_device_that_another_process_has_filled_is_told(
     small_set: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +75,6 @@ def test_a_device_that_another_process_has_filled_is_told(
     monkeypatch.setattr(torch.Tensor, "to", is_full)
     with open_split(read_index(small_set), "train") as samples:
         with pytest.raises(UsageError, match=r"--resident always: the images need [\d,]+ bytes"):
-            resident_images(config_of(resident="always"), samples, CPU, MEAN, 1)
+            resident_images(config_of(resident="always"), samples, CPU, 1)
         monkeypatch.setattr(residence, "_fits", lambda *_: True)
-        assert resident_images(config_of(resident="auto"), samples, CPU, MEAN, 1) is None
+        assert resident_images(config_of(resident="auto"), samples, CPU, 1) is None
