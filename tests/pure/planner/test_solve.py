@@ -15,7 +15,7 @@ from hvdtrain.planner.divide import (
     division_at,
     limit_of,
     places_of,
-    refined_division,
+    refined,
 )
 from hvdtrain.planner.solve import lower_bound, solve
 from tests.pure.planner.machines import component, known, network, question
@@ -78,8 +78,7 @@ def test_a_division_counts_the_micro_batches_that_its_schedule_holds(
     costs = [component(number, 0, 0, MIB * (number > 1)) for number in range(4)]
     machine = known(costs, [1] * 4, [1, 1], network(2, 0.0, 0.0, 1.0))
     problem = Question(machine, 4, "sgd", schedules=(schedule,), limits=[4 * MIB] * 2)
-    tables = Tables(problem, 4)
-    division = division_at(tables, limit_of(problem, schedule, 4), float("inf"))
+    division = division_at(Tables(problem), 4, limit_of(problem, schedule, 4))
     assert division is not None
     assert division.runs[0].stop == stop
 
@@ -157,18 +156,18 @@ def test_of_many_components_neighbours_are_kept_together_at_first() -> None:
     costs = [component(number, draw.choice([100, 9000])) for number in range(100)]
     machine = known(costs, [draw.uniform(1, 3) for _ in costs], [1] * 4, network(4, 0.0, 0.0, 1.0))
     problem = Question(machine, 32, "sgd", microbatches=8)
-    whole = Tables(problem, 8)
+    whole = Tables(problem)
     places = places_of(problem)
-    fine = division_at(whole, None, float("inf"))
-    coarse = division_at(Tables(problem, 8, places), None, float("inf"))
+    fine = division_at(whole, 8, None)
+    coarse = division_at(Tables(problem, places), 8, None)
     assert len(places) < 60
     assert fine is not None
     assert coarse is not None
-    stages = [(whole.times_of(run.first, run.number), run[:2]) for run in coarse.runs]
+    stages = [(whole.times_of(8, run.first, run.number), run[:2]) for run in coarse.runs]
     total = sum(float(times.passing[place]) for times, place in stages)
     slowest = max(float(times.pace[place]) for times, place in stages)
     assert total + slowest == pytest.approx(coarse.seconds)
-    better = refined_division(problem, "1f1b", 8, coarse)
+    better = refined(whole, 8, None, coarse)
     assert better.seconds <= coarse.seconds
     assert better.seconds <= 1.005 * fine.seconds
 
