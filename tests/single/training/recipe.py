@@ -11,7 +11,7 @@ from torch import nn
 from hvdtrain import Component
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
-import cifar10_94  # noqa: E402
+import cifar10_94
 
 other_moves = cifar10_94.Moves(4)
 
