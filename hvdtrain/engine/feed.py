@@ -346,6 +346,11 @@ def check_images(config: TrainConfig, index: Index) -> None:
             f"--loss {CROSS_ENTROPY} needs class labels, and the data set has targets "
             f"{index.targets}: {others}"
         )
+    if len(views(config)) > 1 and config.framework == "tensorflow":
+        raise UsageError(
+            f"--augment {config.augment} has views of test images, which --framework tensorflow "
+            "does not evaluate: leave one of them out"
+        )
     if len(index.target_form.shape) > 1 and config.augment != "none":
         raise UsageError(
             f"--augment {config.augment} moves images but not their targets {index.targets}: "

@@ -146,9 +146,13 @@ def start_of(component: Component, images: Tensor) -> dict[str, Tensor]:
     assert component.start is not None
     where = f"the start of component {component.name!r}"
     values = call_users(where, component.start, images)
+    if not isinstance(values, Mapping):
+        raise UsageError(
+            f"{where} returned a {type(values).__name__}: return a dictionary of tensors by name"
+        )
     tensors = build_for_shapes(component).state_dict()
     shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-    returned = {name: tuple(np.shape(value)) for name, value in dict(values).items()}
+    returned = {name: tuple(np.shape(value)) for name, value in values.items()}
     if wrong := [name for name in returned if returned[name] != shapes.get(name)]:
         raise UsageError(
             f"{where} returned {wrong[0]!r} of shape {list(returned[wrong[0]])}, which its module "

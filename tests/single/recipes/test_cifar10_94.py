@@ -83,6 +83,12 @@ def test_a_start_of_another_shape_is_refused() -> None:
         start_of(part, torch.zeros(1, 3, 4, 4))
 
 
+def test_a_start_without_names_is_refused() -> None:
+    part = Component("stem", partial(nn.Conv2d, 3, 4, 2), lambda _: [torch.zeros(4)])  # type: ignore[arg-type,return-value]
+    with pytest.raises(UsageError, match="returned a list: return a dictionary of tensors"):
+        start_of(part, torch.zeros(1, 3, 4, 4))
+
+
 def some_images(count: int, height: int = 9, width: int = 7) -> NDArray[np.uint8]:
     return np.random.default_rng(0).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
 

@@ -115,6 +115,16 @@ def test_plan_check_compares_with_an_own_optimizer(hvdtrain: Program) -> None:
         (("--optimizer", f"{HERE}:momentum", "--momentum", "0.5"), "which sets it itself"),
         (("--lr-schedule", f"{HERE}:negative"), "returned -0.5 for 0.5, the share of the run"),
         (("--augment", f"{HERE}:as_floats"), "returned float32 [50, 16, 16, 3]: return images"),
+        (("--augment", f"{HERE}:no_views"), "not of the form [(weight, function of images), ...]"),
+        (("--augment", f"{HERE}:no_functions"), "what follows a weight is no function"),
+        (
+            ("--augment", f"{HERE}:small_views", "--eval-every", 1),
+            "a view of --augment tests.single.training.seams:small_views returned uint8 [",
+        ),
+        (
+            ("--augment", f"{HERE}:two_views", "--framework", "tensorflow"),
+            "has views of test images, which --framework tensorflow does not evaluate",
+        ),
         (("--callback", f"{HERE}:halving"), "is no class of callbacks: derive it from"),
         (("--callback", "Notes"), "--callback Notes is not known: use package.module:Class"),
     ],
