@@ -158,6 +158,7 @@ def augmentation(config: TrainConfig, epoch: int) -> Augmentation:
 
 
 View = tuple[float, Callable[[np.ndarray], np.ndarray]]  # a weight, and what changes images
+WHOLE: list[View] = [(1.0, lambda images: images)]
 
 
 def views(config: TrainConfig) -> Sequence[View]:
@@ -180,9 +181,11 @@ def views(config: TrainConfig) -> Sequence[View]:
             f"the views of --augment {config.augment} are not of the form [(weight, function of "
             f"images), ...] ({error}): correct them"
         ) from None
-    if not pairs:
-        return [(1.0, lambda images: images)]
-    return [(weight, partial(_seen, config.augment, view)) for weight, view in pairs]
+    return (
+        WHOLE
+        if not pairs
+        else [(weight, partial(_seen, config.augment, view)) for weight, view in pairs]
+    )
 
 
 def _seen(name: str, view: Callable[[np.ndarray], np.ndarray], images: np.ndarray) -> np.ndarray:
@@ -346,7 +349,7 @@ def check_images(config: TrainConfig, index: Index) -> None:
             f"--loss {CROSS_ENTROPY} needs class labels, and the data set has targets "
             f"{index.targets}: {others}"
         )
-    if len(views(config)) > 1 and config.framework == "tensorflow":
+    if views(config) != WHOLE and config.framework == "tensorflow":
         raise UsageError(
             f"--augment {config.augment} has views of test images, which --framework tensorflow "
             "does not evaluate: leave one of them out"

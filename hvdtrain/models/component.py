@@ -33,8 +33,8 @@ class Component:
         build: returns a new module at each call; takes all its random numbers from torch's
             default generator.
         start: of normalised training images, [n, 3, size, size] fp32 on the CPU, returns what
-            some of the module's parameters and buffers start with, by name. Rank 0 calls it, at
-            the start of a run that is not continued.
+            some of the module's parameters and buffers start with, by name. Rank 0 calls it;
+            a checkpoint or --weights replaces its values.
 
     Raises:
         UsageError: for any other name, or if `build` is not a function.

@@ -40,7 +40,7 @@ from hvdtrain.engine.feed import (
     staged,
 )
 from hvdtrain.engine.machine import machine_of
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models.component import Component, build_started, start_of, tensor_shapes
 from hvdtrain.models.costs import component_costs
@@ -143,20 +143,20 @@ def _started(
     starting = [part for part in components if part.start is not None]
     if not starting or machine_of(world).is_modelled:
         return components
-    values: dict[str, dict[str, Tensor]] | UsageError = {}
+    values: dict[str, dict[str, Tensor]] | HvdtrainError = {}
     if world.rank == 0:
-        with open_split(index, "train") as samples:
-            # In a random order of the file, so that classes that lie together all count.
-            chosen = np.random.default_rng(config.seed).permutation(rows)
-            count = min(STARTING_IMAGES, max(1, STARTING_BYTES // (4 * index.image_bytes)))
-            stored = samples.gather(np.sort(chosen[:count])).images
-        images = Images(*normal, torch.device("cpu"), "fp32")(stored)
         try:
+            with open_split(index, "train") as samples:
+                # In a random order of the file, so that classes that lie together all count.
+                chosen = np.random.default_rng(config.seed).permutation(rows)
+                count = min(STARTING_IMAGES, max(1, STARTING_BYTES // (4 * index.image_bytes)))
+                stored = samples.gather(np.sort(chosen[:count])).images
+            images = Images(*normal, torch.device("cpu"), "fp32")(stored)
             values = {part.name: start_of(part, images) for part in starting}
-        except UsageError as error:
+        except HvdtrainError as error:
             values = error
     values = world.broadcast(values)
-    if isinstance(values, UsageError):
+    if isinstance(values, HvdtrainError):
         raise values
     return [
         replace(part, build=partial(build_started, part, values[part.name]))
