@@ -64,7 +64,7 @@ def test_several_ranks_train_where_horovod_is_not_installed(
     ("words", "message"),
     [
         (("--allreduce", "hierarchical", "--reduce-with", "mpi"), "--reduce-with horovod"),
-        (("--allreduce", "ring", "--shard-optimizer"), "leave one out"),
+        (("--allreduce", "ring", "--shard-optimizer"), "leave one of them out"),
     ],
 )
 def test_an_algorithm_that_is_not_possible_is_refused(
