@@ -8,9 +8,10 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, harmless, records
 from hvdtrain.options.deviceoptions import AUTO_PRECISION, FixedPrecision
-from hvdtrain.options.fields import ANY, IN_RECIPE, REMOVED, Rule, flag
+from hvdtrain.options.fields import Rule, flag
 from hvdtrain.options.givenmodel import SEAMS, is_same_code
-from hvdtrain.options.syncrequest import folded, parse_compress_request, parse_sync_request
+from hvdtrain.options.older import folded, instead, lost
+from hvdtrain.options.syncrequest import parse_compress_request, parse_sync_request
 
 # A run may resume with other values of these: they decide where, how and how long it runs. In the
 # results of a step they change only rounding, and the samples that local batch norm sees together.
@@ -113,10 +114,9 @@ def differences(
     if AUTO_PRECISION in (old.get("precision"), new.precision):
         may_change = may_change | {"precision"}
     removed = [
-        f"{name} was {old[name]!r}, which this version does not support"
-        + (": recipes/cifar10_94.py has it" if name in IN_RECIPE else "")
-        for name, value in REMOVED.items()
-        if value is not ANY and old.get(name, value) != value
+        f"{name} was {value!r}, which this version has no option for"
+        + (f": {instead(name)}" if instead(name) else "")
+        for name, value in lost(old).items()
     ]
     return removed + [
         f"{name} was {old[name]!r}, is {current[name]!r}"

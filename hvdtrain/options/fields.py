@@ -37,26 +37,6 @@ class Rule(Flag):
 
 
 NO_RULE = Rule(0)
-# Options of earlier states, which configurations of runs have: the only value that a run may have
-# to be continued, or ANY. What they did is in files of recipes now, but for the first three.
-ANY = object()
-REMOVED = {
-    "allow_approximate": ANY,
-    "fragments": 1,
-    "overlap": 0,
-    "lr_start": 0.0,
-    "lr_end": 0.0,
-    "lr_scale": "none",
-    "lookahead": None,
-    "lookahead_share": 0.77,
-    "flip": "random",
-    "shift": 4,
-    "border": "zeros",
-    "cutout": None,
-    "whiten": False,
-    "test_augment": "none",
-}
-IN_RECIPE = frozenset(list(REMOVED)[3:])
 DEFAULT_EPOCHS = 10
 
 

@@ -15,10 +15,10 @@ from jsonargparse import ArgumentParser, Namespace
 from hvdtrain.errors import UsageError
 from hvdtrain.host import harmless
 from hvdtrain.options import helptext, timelimit
-from hvdtrain.options.fields import ANY, IN_RECIPE, NO_RULE, REMOVED, Group, Rule
+from hvdtrain.options.fields import NO_RULE, Group, Rule
 from hvdtrain.options.givenmodel import beside
 from hvdtrain.options.nearest import nearest, unknown_key
-from hvdtrain.options.syncrequest import folded
+from hvdtrain.options.older import REMOVED, folded, instead, lost
 
 Options = TypeVar("Options")
 
@@ -100,11 +100,9 @@ class Parser(ArgumentParser):
         file = Path(path).expanduser()
         text = harmless.read_text(file)
         values = harmless.mapping(text, file, "configuration")
-        kept = {
-            key: value
-            for key, value in folded(values).items()
-            if key not in REMOVED or REMOVED[key] not in (ANY, value)
-        }
+        today = folded(values)
+        wrong = lost(today)
+        kept = {key: today[key] for key in today if key not in REMOVED or key in wrong}
         kept = beside(kept, file.parent)
         self.check_keys(path, kept)
         if kept != values:
@@ -130,12 +128,9 @@ class Parser(ArgumentParser):
         switches = [name for name, action in known.items() if helptext.is_switch(action)]
         keys = [name for name in known if "-" not in name and name != "config"]
         for key, value in values.items():
-            if key in IN_RECIPE:
-                raise UsageError(
-                    f"{source}: {key} is not an option of this version: give --optimizer, "
-                    "--lr-schedule or --augment a function, as recipes/cifar10_94.py does"
-                )
             if key not in known:
+                if advice := instead(str(key)):
+                    raise UsageError(f"{source}: {key} is not an option of this version: {advice}")
                 raise unknown_key(source, key, keys, switches)
             action = known[key]
             kinds = get_args(getattr(action, "_typehint", None))
@@ -346,6 +341,9 @@ def _unknown_option(name: str, options: Iterable[str], command: str) -> str:
     longer = [option for option in options if option.startswith(name)][:3]
     if not longer and OPTION_ALIASES.get(name, "").partition(" ")[0] in options:
         return f"unknown option {name}: use {OPTION_ALIASES[name]}"
+    advice = instead(name.removeprefix("--").removeprefix("no-").replace("-", "_"))
+    if advice and "--config" in options:
+        return f"{name} is not an option of this version: {advice}"
     if "--sbatch" in options and name.removeprefix("--") in SBATCH_ONLY:
         text = name.removeprefix("--")
         return f"unknown option {name}: write --sbatch {text}, or --sbatch {text}=VALUE"

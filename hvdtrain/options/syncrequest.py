@@ -224,33 +224,6 @@ def parse_compress_request(text: str, option: str = "--compress") -> CompressReq
     return PowerSGD(int(number), after) if method == "powersgd" else Half(method, after)
 
 
-# By option of earlier states: the default, and how it is written in another option now.
-FOLDED: Mapping[str, tuple[Any, str, str]] = {
-    "average_optimizer": (False, "sync", AVERAGE),
-    "outer_lr": (0.7, "sync", "lr={}"),
-    "outer_momentum": (0.9, "sync", "momentum={}"),
-    "elastic_rate": (None, "sync", "rate={}"),
-    "servers": (1, "sync", "servers={}"),
-    "compress_after": (100, "compress", "after={}"),
-}
-
-
-def folded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration, with options of earlier states in the words of today.
-
-    Args:
-        values: by name, as `--config` has them.
-    """
-    kept = dict(values)
-    for name, (default, owner, form) in FOLDED.items():
-        value = kept.get(name, default)
-        if value == default:
-            kept.pop(name, None)
-        elif isinstance(kept.get(owner), str):  # else it stays, an unknown key
-            kept[owner] += "," + form.format(kept.pop(name))
-    return kept
-
-
 def check_servers(values: Mapping[str, Any]) -> None:
     """Refuse a number of ranks that leaves none to train beside the servers.
 

@@ -8,7 +8,7 @@ import pytest
 from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.options.syncrequest import folded
+from hvdtrain.options.older import folded
 
 
 @pytest.mark.parametrize(

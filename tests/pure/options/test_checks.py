@@ -74,5 +74,6 @@ def test_a_run_with_an_option_that_went_is_not_continued_without_it() -> None:
     new = TrainConfig(model="cnn", data="d")
     assert differences(asdict(new) | {"whiten": False, "shift": 4, "lookahead": None}, new) == []
     assert differences(asdict(new) | {"whiten": True}, new) == [
-        "whiten was True, which this version does not support: recipes/cifar10_94.py has it"
+        "whiten was True, which this version has no option for: give --optimizer, --lr-schedule "
+        "or --augment a function, as recipes/cifar10_94.py does"
     ]
