@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shifts of 4, random flips, one view": {"augment": "crop-flip"},
     "constant rate": {"lr_schedule": "constant"},
     "SGD": {"optimizer": "sgd", "weight_decay": 0.0005},
-    "no label smoothing": {"label_smoothing": 0.0},
+    "no label smoothing": {"loss": "cross-entropy"},
     "fp32": {"precision": "fp32"},
 }
 

@@ -11,11 +11,12 @@ from typing import Any, Literal
 from hvdtrain.options.checks import check_values
 from hvdtrain.options.deviceoptions import DeviceOptions
 from hvdtrain.options.emulateoptions import EmulateOptions
+from hvdtrain.options.faultrequest import BadStep, parse_bad_step
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Group, Rule, option
 from hvdtrain.options.givenmodel import Model, ModelInConfig
 from hvdtrain.options.imageoptions import ImageOptions
 from hvdtrain.options.optimisationoptions import OptimisationOptions
-from hvdtrain.options.planrequest import PlanRequest, parse_plan_request
+from hvdtrain.options.planrequest import Chosen, PlanRequest, is_adaptive, parse_plan_request
 from hvdtrain.options.syncoptions import SyncOptions
 
 
@@ -58,9 +59,9 @@ class TrainConfig(
     plan: str | None = option(
         None,
         "single, dp, mp, hp:SxR (S stages of R replicas), auto (measured and chosen before "
-        "training), adaptive (also replanned during training), or a JSON file; with "
-        "tensorflow single, dp, or mirrored[:N] (MirroredStrategy on N devices of one "
-        "process)",
+        "training), adaptive (also replanned during training), both also with a limit for each "
+        "rank's process, as auto:12GiB; or a JSON file; with tensorflow single, dp, or "
+        "mirrored[:N] (MirroredStrategy on N devices of one process)",
         Group.PLAN,
         Rule.FIRST | Rule.ON_RESUME | Rule.NOT_COMPARED,
         shown_default="single on one rank, dp on more",
@@ -114,13 +115,6 @@ class TrainConfig(
         Group.PLAN,
         Rule.FIRST | Rule.ALWAYS | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
     )
-    memory_limit: float | None = option(
-        None,
-        "GiB that the process of a rank may use, under --plan auto",
-        Group.PLAN,
-        Rule.POSITIVE | Rule.ON_RESUME,
-        "GIB",
-    )
     profile: str | None = option(
         None,
         "file with the measurements of --plan auto: read if it exists, else written",
@@ -128,31 +122,19 @@ class TrainConfig(
         Rule.ONE_LINE | Rule.ON_RESUME,
         "FILE",
     )
-    gradient_limit: float | None = option(
-        None,
-        "a step whose gradients have a larger norm than this is bad",
-        Group.FAULTS,
-        Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_MIRRORED,
-    )
-    on_bad_step: Literal["stop", "skip"] = option(
+    on_bad_step: str = option(
         "stop",
-        "if loss or gradients are not finite, or above --gradient-limit: stop with the name "
-        "of the component, or skip the step",
+        "stop (with the name of the component) or skip: what to do if loss or gradients are not "
+        "finite; stop:NORM or skip:NORM: also if the gradients have a larger norm",
         Group.FAULTS,
         Rule.ON_RESUME | Rule.NOT_MIRRORED,
+        "WHAT[:NORM]",
     )
     batch_norm: Literal["local", "sync"] = option(
         "local",
         "local: over a replica's share of a micro-batch; sync: over the whole micro-batch",
         Group.PLAN,
         Rule.TORCH_ONLY,
-    )
-    change_batch_norm: bool = option(
-        False,
-        "let --plan adaptive change shares and micro-batches, and with them the samples that "
-        "batch norm normalises together",
-        Group.PLAN,
-        Rule.ON_RESUME | Rule.NOT_COMPARED,
     )
     recompute: str | None = option(
         None,
@@ -275,18 +257,13 @@ class TrainConfig(
         Rule.ONE_LINE | Rule.ON_RESUME,
         "DIR",
     )
-    restarts: int = option(
+    restarts: int | str = option(
         0,
-        "restart from the last checkpoint after a rank failed, up to N times",
+        "restart from the last checkpoint after a rank failed, up to N times; N:RANKS: each time "
+        "with one rank fewer, down to RANKS",
         Group.FAULTS,
-        Rule.FIRST | Rule.NOT_NEGATIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
-    )
-    min_ranks: int | None = option(
-        None,
-        "with --restarts: restart with one rank fewer each time, down to N",
-        Group.FAULTS,
-        Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
-        shown_default="with all ranks",
+        Rule.FIRST | Rule.ON_RESUME | Rule.NOT_COMPARED,
+        "N[:RANKS]",
     )
     on_alert: str | None = option(
         None,
@@ -321,6 +298,22 @@ class TrainConfig(
     def plan_request(self) -> PlanRequest:
         """Return the parsed value of --plan."""
         return parse_plan_request(self.plan)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Return whether the plan may change during training."""
+        return is_adaptive(self.plan_request)
+
+    @property
+    def memory_gib(self) -> float | None:
+        """Return the GiB that the process of a rank may use; None for no limit."""
+        request = self.plan_request
+        return request.memory_gib if isinstance(request, Chosen) else None
+
+    @property
+    def bad_step(self) -> BadStep:
+        """Return the parsed value of --on-bad-step."""
+        return parse_bad_step(self.on_bad_step)
 
     def total_samples(self, epoch_length: int) -> int:
         """Return the samples that the whole run consumes: the lesser by epochs and by steps."""

@@ -1,5 +1,6 @@
 """The configuration that a run folder keeps: written, read, and compared with a new one."""
 
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -8,9 +9,10 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, harmless, records
 from hvdtrain.options.deviceoptions import AUTO_PRECISION, FixedPrecision
+from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.options.fields import Rule, flag
 from hvdtrain.options.givenmodel import SEAMS, is_same_code
-from hvdtrain.options.older import folded, instead, lost
+from hvdtrain.options.older import completed, folded, instead, lost
 from hvdtrain.options.syncrequest import parse_compress_request, parse_sync_request
 
 # A run may resume with other values of these: they decide where, how and how long it runs. In the
@@ -23,10 +25,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
 NOT_IN_RESULT = frozenset(
     item.name for item in fields(TrainConfig) if Rule.NO_RESULT in item.metadata["rule"]
 )
-# Values with the behaviour of versions that had no such key. A missing key identifies them.
-# What a run of a version without an option did, but for OLDER_DEFAULTS.
+# What a run of a version without an option did, unless `older.completed` knows better.
 DEFAULTS = {item.name: item.default for item in fields(TrainConfig) if item.default is not MISSING}
-OLDER_DEFAULTS = {"no_decay": "none"}
 TYPES = get_type_hints(TrainConfig)
 SCALAR = str | int | float | bool | None
 OF_OTHER_VERSIONS = SCALAR | list[SCALAR]
@@ -44,55 +44,19 @@ def identity(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def with_older_defaults(config: TrainConfig) -> TrainConfig:
-    """Return the configuration, with older behaviour for a run that an older version started.
-
-    Raises:
-        UsageError: if the file in the run folder is not a configuration.
-    """
-    saved = _saved(config)
-    if saved is None or not saved.is_file():
-        return config
-    older_values = values_of_older_version(load(saved))
-    if config.normalise != "meanstd":
-        older_values.pop("normalise", None)
-    if not config.weight_decay:
-        older_values.pop("no_decay", None)
-    return replace(config, **older_values)
-
-
-def _saved(config: TrainConfig) -> Path | None:
-    return Path(config.run) / "config.yaml" if config.run else None
-
-
 def as_started(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration with the settings of a run that exists already, and remarks.
+    """Return the configuration with the precision of a run that exists already, and a remark.
 
     Raises:
         UsageError: if the file in the run folder is not a configuration.
     """
-    resolved, lines = with_older_defaults(config), []
-    if resolved != config:
-        lines.append(
-            f"resumed with the settings of the older version: {differing(resolved, config)}"
-        )
-    saved = _saved(config)
-    if resolved.precision == AUTO_PRECISION and saved is not None and saved.is_file():
+    saved = Path(config.run) / "config.yaml" if config.run else None
+    if config.precision == AUTO_PRECISION and saved is not None and saved.is_file():
         precision: Any = load(saved).get("precision")
         if precision in get_args(FixedPrecision):  # else: a job that never started
-            resolved = replace(resolved, precision=precision)
-            lines.append(f"--precision auto: {precision}, with which this run started")
-    return resolved, lines
-
-
-def values_of_older_version(old: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that an older version used where its configuration has none or others."""
-    older_values: dict[str, Any] = {
-        n: value for n, value in OLDER_DEFAULTS.items() if n not in old
-    }
-    if older_values and old.get("holdout") and old.get("normalise", "meanstd") == "meanstd":
-        older_values["normalise"] = "split"
-    return older_values
+            remark = f"--precision auto: {precision}, with which this run started"
+            return replace(config, precision=precision), [remark]
+    return config, []
 
 
 def differing(one: TrainConfig, other: TrainConfig) -> str:
@@ -106,9 +70,7 @@ def differences(
     old: dict[str, Any], new: TrainConfig, may_change: frozenset[str] = MAY_CHANGE_ON_RESUME
 ) -> list[str]:
     """Return how `new` differs from a saved configuration in values that may not change."""
-    current, old = asdict(new), DEFAULTS | old | values_of_older_version(old)
-    if new.weight_decay == 0:
-        may_change = may_change | {"no_decay"}
+    current, old = asdict(new), DEFAULTS | completed(old)
     if new.lr_schedule != "constant":
         may_change = may_change - {"epochs", "max_steps"}  # they stretch schedules
     if AUTO_PRECISION in (old.get("precision"), new.precision):
@@ -125,36 +87,31 @@ def differences(
     ]
 
 
+# Of options whose values may mean the same in other words.
+PARSED: dict[str, Callable[[str], Any]] = {
+    "sync": parse_sync_request,
+    "compress": parse_compress_request,
+    "emulate": lambda text: parse_emulate(text)[0],  # at any speed
+}
+
+
 def _is_same(name: str, one: Any, other: Any) -> bool:
     """Return whether two values of an option mean the same."""
     if name in ("model", *SEAMS) and is_same_code(one, other):
         return True
-    if one == other or name not in ("sync", "compress"):
+    if one == other or None in (one, other) or name not in PARSED:
         return bool(one == other)
-    parse: Any = parse_sync_request if name == "sync" else parse_compress_request
     try:
-        return bool(parse(str(one)) == parse(str(other)))
+        return bool(PARSED[name](str(one)) == PARSED[name](str(other)))
     except UsageError:  # of a version that had other ones
         return False
 
 
-def to_yaml(config: TrainConfig, saved: Path | None = None) -> str:
-    """Return the resolved configuration as YAML that `--config` reads, for this or a new run.
-
-    Args:
-        saved: the file that it replaces. Keys that `with_older_defaults` fills in for an older
-            version stay absent, so that the same command can resume the run again.
-    """
+def to_yaml(config: TrainConfig) -> str:
+    """Return the resolved configuration as YAML that `--config` reads, for this or a new run."""
     import yaml
 
-    values = asdict(replace(config, resume=False))
-    if saved is not None and saved.is_file():
-        old = load(saved)
-        for name in OLDER_DEFAULTS.keys() - old.keys():
-            del values[name]
-        if "normalise" in values_of_older_version(old) and config.normalise == "split":
-            values["normalise"] = "meanstd"
-    return yaml.safe_dump(values, sort_keys=False)
+    return yaml.safe_dump(asdict(replace(config, resume=False)), sort_keys=False)
 
 
 PRIVATE = frozenset({"on_alert"})  # a command that may hold an address or a token
@@ -175,7 +132,7 @@ def save(config: TrainConfig, path: Path) -> None:
         DataError: if the file cannot be written.
     """
     mode = files.OWN if config.on_alert is None else files.PRIVATE
-    files.write_text(path, to_yaml(config, path), "the configuration", DataError, mode)
+    files.write_text(path, to_yaml(config), "the configuration", DataError, mode)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -235,13 +235,14 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def choose_algorithms(tf32: bool, cudnn_benchmark: bool, deterministic: bool) -> None:
+def choose_algorithms(precision: str, deterministic: bool) -> None:
     """Set for this process which algorithms PyTorch uses, as the options of `train` say.
 
     PyTorch's own default rounds the factors of convolutions in fp32 to TF32.
     """
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.benchmark = cudnn_benchmark
+    is_rounded = precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = is_rounded
+    torch.backends.cudnn.benchmark = not deterministic
     if deterministic:  # cuBLAS reads it when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():  # it loads a compiler

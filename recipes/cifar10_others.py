@@ -42,6 +42,18 @@ def adamw(parameters: Mapping[str, nn.Parameter], lr: float) -> AdamW:
     return AdamW(_groups(parameters, 0.01), lr, fused=True)
 
 
+def sgd_of_all(parameters: Mapping[str, nn.Parameter], lr: float) -> torch.optim.SGD:
+    """Return the optimizer of resnet50.yaml, which decays normalisations and biases too."""
+    return torch.optim.SGD(
+        parameters.values(), lr, momentum=0.9, nesterov=True, weight_decay=0.0005, fused=True
+    )
+
+
+def adamw_of_all(parameters: Mapping[str, nn.Parameter], lr: float) -> torch.optim.AdamW:
+    """Return the optimizer of vit_b16.yaml, which decays normalisations and biases too."""
+    return torch.optim.AdamW(parameters.values(), lr, weight_decay=0.05, fused=True)
+
+
 def _groups(parameters: Mapping[str, nn.Parameter], decay: float) -> list[dict[str, Any]]:
     """Return the weights, and biases and normalisations, which do not decay."""
     weights = [value for value in parameters.values() if value.dim() > 1]

@@ -87,7 +87,7 @@ BY_MPI = " --reduce-with mpi"
 CASES = {
     "serial": Case(1),
     "bf16": Case(1, "--precision bf16"),
-    "accumulation": Case(1, "--accumulate 3 --clip-norm 1 --label-smoothing 0.1"),
+    "accumulation": Case(1, "--accumulate 3 --clip-norm 1 --loss cross-entropy:0.1"),
     "dp": Case(2, "--optimizer adamw --lr 0.001 --weight-decay 0.1" + BY_MPI),
     "horovod": Case(2),
     "dp-3": Case(3, "--batch-norm sync --model resnet18 --max-steps 3" + BY_MPI),

@@ -31,7 +31,7 @@ class StepConfig:
     optimizer: Seam = field_of_train("optimizer")
     batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")
     recompute: str | None = field_of_train("recompute")
-    label_smoothing: float = field_of_train("label_smoothing")
+    loss: Seam = field_of_train("loss")
     clip_norm: float | None = field_of_train("clip_norm")
     augment: Seam = field_of_train("augment")
     compile: bool = field_of_train("compile")

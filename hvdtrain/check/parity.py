@@ -14,7 +14,6 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.engine.feed import step_seed
 from hvdtrain.models.component import Component, component_seed, isolated
 from hvdtrain.models.losses import loss_of
-from hvdtrain.options import decay
 from hvdtrain.options.optimisationoptions import OPTIMIZERS
 from hvdtrain.parallel.boundary import to_channels_last
 from hvdtrain.parallel.dropout import Draws, follow_samples
@@ -24,10 +23,12 @@ from hvdtrain.plan.plan import Plan
 
 # DESIGN's bounds. Kernels get the same rows on both sides, so that bf16 values are rounded alike.
 # Replicas with synchronised batch norm get other rows, and their sums are split differently.
-TOLERANCES = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 1e-3, "fp16": 1e-3}
+TOLERANCES = {"fp64": 1e-12, "fp32": 1e-4, "tf32": 1e-3, "bf16": 1e-3, "fp16": 1e-3}
 SYNCHRONISED_16_BITS = 0.1
 LOOSER = {("fp64", "resnet50"): 1e-11}
-UPDATES = {"fp64": 1e-12} | dict.fromkeys(("fp32", "bf16", "fp16"), 1e-4)  # weights are fp32
+UPDATES = {"fp64": 1e-12} | dict.fromkeys(
+    ("fp32", "tf32", "bf16", "fp16"), 1e-4
+)  # weights are fp32
 LOSS_SCALE = 16.0  # in fp16: a power of two, at which no gradient of a random batch overflows
 ROUNDINGS = 4  # rounding errors of a weight that an update may contain
 # Rounding errors of the largest gradient of a layer that its other gradients may contain. A bias
@@ -234,7 +235,7 @@ class SerialRun:
         )
         self.config, self.components, self.images = config, components, images
         self.reference = Reference(plan, build, rules, draws)
-        undecayed = self.reference.of_kinds(decay.parse(config.no_decay))
+        undecayed = self.reference.undecayed()
         self.optimizer = plain_optimizer(config, self.reference.parameters, undecayed)
         self.parity = Parity(*tolerances(config))
 

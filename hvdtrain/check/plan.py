@@ -107,8 +107,9 @@ def compare(
     It leaves no runtime behind, and restores the random generators.
     """
     config = replace(config, trace=None)
-    if config.gradient_limit is not None:  # keeps the code path of the limit, but no step is bad
-        config = replace(config, gradient_limit=sys.float_info.max)
+    word = config.on_bad_step.partition(":")[0]
+    if config.bad_step.is_limited:  # keeps the code path of the limit, but no step is bad
+        config = replace(config, on_bad_step=f"{word}:{sys.float_info.max}")
     image_size = batches[0].local[0].shape[1]
     with torch.random.fork_rng():
         runtime = build_runtime(config, plan, components, images, image_size, world)

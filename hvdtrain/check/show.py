@@ -17,8 +17,8 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target, write_text
 from hvdtrain.models.component import Component
 from hvdtrain.models.shapes import boundaries
-from hvdtrain.options.optimisationoptions import CROSS_ENTROPY
-from hvdtrain.options.planrequest import AUTO
+from hvdtrain.options.optimisationoptions import smoothing_of
+from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.plan import planfile
@@ -118,7 +118,7 @@ def _explained(
         UsageError: if the plan does not fit, or none does.
     """
     question = _question(config, training, components)
-    if training.plan_request == AUTO:
+    if isinstance(training.plan_request, Chosen) and not training.is_adaptive:
         solution = solve(question)
         candidate, reasons = solution.chosen, solution.reasons()
     else:
@@ -240,6 +240,6 @@ def _components(config: PlanConfig, training: TrainConfig) -> list[Component]:
         config.model, config.classes, config.image_size, config.patch_size
     )
     dtype = DTYPES[training.precision]
-    classes = config.classes if training.loss == CROSS_ENTROPY else None
+    classes = None if smoothing_of(training.loss) is None else config.classes
     boundaries(components, config.image_size, classes=classes, dtype=dtype)
     return components

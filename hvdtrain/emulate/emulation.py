@@ -31,6 +31,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, component_costs
+from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
@@ -177,7 +178,7 @@ class Emulation(Machine):
         remarks = []
         if enough > MOST_BELOW * dilation:
             remarks.append(
-                f"--emulate-dilation {dilation:g} is low: the program itself adds about "
+                f"--emulate {self.name}:{dilation:g} is too fast: the program itself adds about "
                 f"{OVERHEAD * enough / dilation:.0%} to a step, so that reported seconds are too "
                 f"long; with {enough:g} it adds {OVERHEAD:.0%}"
             )
@@ -256,7 +257,8 @@ def emulate(
     )
     recomputed = recomputed_components(config.recompute, names)
     made = emulation(config, components, costs, recomputed, size, world)
-    if config.emulate_dilation is None:
+    assert config.emulate is not None
+    if parse_emulate(config.emulate)[1] is None:
         dilation = 0.0
         if world.rank == 0:
             is_chosen = isinstance(config.plan_request, Chosen)
@@ -291,14 +293,15 @@ def emulation(
         raise UsageError(
             f"--emulate runs on one host, and these {world.size} ranks are on several: use --ranks"
         )
-    clock = Clock(config.emulate_dilation or 1.0)
-    if profilefile.is_profile(Path(config.emulate)):
-        known = _measured(config, costs, recomputed, image_size, world.size)
+    name, dilation = parse_emulate(config.emulate)
+    clock = Clock(dilation or 1.0)
+    if profilefile.is_profile(Path(name)):
+        known = _measured(name, config, costs, recomputed, image_size, world.size)
         question = Question(known, config.batch_size, config.optimizer)
         times = known.profile.ranks[world.rank]
         hardware = Hardware(lambda step: known.network, world.rank, clock)
     else:
-        cluster = clusters.load(config.emulate, world.size, "--emulate")
+        cluster = clusters.load(name, world.size, "--emulate")
         question = clusters.question_of(
             cluster, costs, config.batch_size, config.optimizer, recomputed
         )
@@ -312,10 +315,11 @@ def emulation(
         return Work(times.components[name], hardware.compute)
 
     made = emulated(components, costs, work, itemsize)
-    return Emulation(config.emulate, hardware, question, made)
+    return Emulation(name, hardware, question, made)
 
 
 def _measured(
+    path: str,
     config: TrainConfig,
     costs: Sequence[ComponentCost],
     recomputed: Collection[str],
@@ -327,7 +331,7 @@ def _measured(
     Raises:
         UsageError: if it is not valid, or of another model.
     """
-    path, names = config.emulate or "", [cost.name for cost in costs]
+    names = [cost.name for cost in costs]
     subjects = profilefile.subjects_of(config, costs, image_size)
     advice = "--emulate needs as many ranks as were measured, or another file"
     read = profilefile.load(Path(path), subjects, names, ranks, advice=advice)

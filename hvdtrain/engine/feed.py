@@ -35,7 +35,7 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.find import call_users, find_function
 from hvdtrain.options.imageoptions import AUGMENTATIONS
-from hvdtrain.options.optimisationoptions import CROSS_ENTROPY
+from hvdtrain.options.optimisationoptions import smoothing_of
 from hvdtrain.world import World
 
 # Per split: shared by the ranks of a node, but at least twice the window of the shuffle.
@@ -341,12 +341,12 @@ def check_images(config: TrainConfig, index: Index) -> None:
             f"{config.data} holds images of {height}x{width}x{channels}: "
             "models need square images of 3 channels"
         )
-    if config.loss == CROSS_ENTROPY and index.targets is not None:
+    if smoothing_of(config.loss) is not None and index.targets is not None:
         others = "use --loss mse, l1, pixel-cross-entropy or one of your own"
         if config.framework == "tensorflow":
             others = "leave --framework tensorflow out, and give another --loss"
         raise UsageError(
-            f"--loss {CROSS_ENTROPY} needs class labels, and the data set has targets "
+            f"--loss {config.loss} needs class labels, and the data set has targets "
             f"{index.targets}: {others}"
         )
     if views(config) != WHOLE and config.framework == "tensorflow":

@@ -50,13 +50,11 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
         DataError: if the run folder cannot be written.
     """
     run = run_folder(training)
-    settled = configfile.with_older_defaults(
-        replace(
-            training,
-            run=str(run),
-            ranks=training.ranks or 1,
-            threads=training.threads or job.cpus_per_rank,
-        )
+    settled = replace(
+        training,
+        run=str(run),
+        ranks=training.ranks or 1,
+        threads=training.threads or job.cpus_per_rank,
     )
     request = Request(
         runs=(settled,), job=job, site=site.load(job.site), logs=run / LOGS, name=run.name

@@ -238,7 +238,7 @@ def _cell(
             raise UsageError(f"to_accuracy must be above 0 to 1, not {options.to_accuracy}")
         run = replace(run, expected=options.to_accuracy)
     if ranks == 1:  # which has nobody to agree with
-        run = replace(run, plan=None, change_batch_norm=False, **DEFAULT_SYNC)
+        run = replace(run, plan=None, **DEFAULT_SYNC)
     if options.ranks_per_node:
         job = replace(job, nodes=-(-ranks // options.ranks_per_node))
     if job.gpus_per_node:

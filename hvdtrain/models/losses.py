@@ -20,7 +20,7 @@ from hvdtrain.data.index import TargetForm
 from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
 from hvdtrain.models.find import find_function
 from hvdtrain.models.shapes import Boundary
-from hvdtrain.options.optimisationoptions import CROSS_ENTROPY
+from hvdtrain.options.optimisationoptions import smoothing_of
 
 Function = Callable[[Tensor, Tensor], Tensor]
 ACCURACY = "accuracy"
@@ -142,8 +142,9 @@ def loss_of(config: TrainConfig) -> Loss:
         UsageError: if there is none of its name, or the run expects an accuracy that the loss does
             not measure.
     """
-    if config.loss == CROSS_ENTROPY:
-        return cross_entropy(config.label_smoothing)
+    smoothing = smoothing_of(config.loss)
+    if smoothing is not None:
+        return cross_entropy(smoothing)
     loss = BUILT_IN.get(config.loss)
     if loss is None:
         function = find_function(config.loss, "loss")
@@ -223,7 +224,7 @@ def form_for(config: TrainConfig, emitted: Boundary, classes: int) -> TargetForm
     Raises:
         UsageError: if it takes none of them.
     """
-    if config.loss == CROSS_ENTROPY:
+    if smoothing_of(config.loss) is not None:
         return TargetForm((), "int64", classes)
     _, *shape = emitted.shape
     forms = [TargetForm((), "int64", classes), TargetForm(tuple(shape), "float32", classes)]

@@ -1,15 +1,16 @@
 """Checks of the values of a configuration, one by one, together, and against the framework."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field
 from typing import Any, get_args
 
 from hvdtrain.errors import UsageError
 from hvdtrain.host.harmless import LARGEST_WHOLE
-from hvdtrain.options import decay, injection
+from hvdtrain.options import injection
 from hvdtrain.options.deviceoptions import AUTO_PRECISION
+from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.options.exclusions import check_exclusions
+from hvdtrain.options.faultrequest import interval, parse_bad_step, parse_restarts
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Rule, flag
 from hvdtrain.options.imageoptions import AUGMENTATIONS
 from hvdtrain.options.nearest import nearest
@@ -30,7 +31,6 @@ LIMITS = {
     Rule.POSITIVE: "above 0",
     Rule.NOT_NEGATIVE: "0 or more",
     Rule.HOLDOUT: "between 0 and 0.9",
-    Rule.BELOW_ONE: "0 or more and below 1",
     Rule.SHARE: "between 0 and 1",
     Rule.ONE_LINE: "one line of text",
 }
@@ -54,8 +54,9 @@ def check_values(options: Sequence[Field[Any]], values: Mapping[str, Any]) -> No
             raise UsageError(f"{flag(item.name)} must have a value")
     _check_ranges(options, values)
     _check_framework(options, values)
-    interval(values["checkpoint_every"])
-    decay.parse(values["no_decay"])
+    parse_bad_step(values["on_bad_step"])
+    parse_restarts(values["restarts"])
+    parse_emulate(values["emulate"] or "")
     if values["inject"]:
         injection.parse(values["inject"], values["ranks"] or MOST_RANKS)
     _check_length(values)
@@ -102,7 +103,7 @@ def _holds(rule: Rule, value: Any) -> bool:
         return bool(0 <= value <= 0.9)
     if rule is Rule.SHARE:
         return bool(0 <= value <= 1)
-    return bool(0 <= value < (1 if rule is Rule.BELOW_ONE else float("inf")))
+    return bool(0 <= value < float("inf"))
 
 
 def _check_length(values: Mapping[str, Any]) -> None:
@@ -144,22 +145,6 @@ def _check_schedules(values: Mapping[str, Any], epochs: int) -> None:
                 f"{option} {value} is more than --epochs {epochs}: give {epochs}, which is once "
                 f"at the end, or less{others}"
             )
-
-
-def interval(text: str) -> tuple[float, str]:
-    """Return the number and "epoch", "step" or "minute" in a value of `--checkpoint-every`.
-
-    Raises:
-        UsageError: if the text is not such an interval.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(epoch|step|minute)s?", text)
-    number = float(match[1]) if match else 0.0
-    if match is None or number == 0 or (match[2] != "minute" and number % 1):
-        raise UsageError(
-            f"--checkpoint-every {text!r} is not understood: "
-            "give it as '2 epochs', '500 steps' or '10 minutes'"
-        )
-    return number, match[2]
 
 
 def _check_framework(options: Sequence[Field[Any]], values: Mapping[str, Any]) -> None:

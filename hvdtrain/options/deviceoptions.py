@@ -5,7 +5,7 @@ from typing import Literal
 
 from hvdtrain.options.fields import Group, Rule, option
 
-FixedPrecision = Literal["fp32", "bf16", "fp16", "fp64"]
+FixedPrecision = Literal["fp32", "tf32", "bf16", "fp16", "fp64"]
 Precision = Literal[FixedPrecision, "auto"]
 AUTO_PRECISION = "auto"
 Device = Literal["cpu", "cuda"]
@@ -17,8 +17,9 @@ class DeviceOptions:
 
     precision: Precision = option(  # noqa: RUF009
         "fp32",
-        "bf16 or fp16: autocast with fp32 weights, and in fp16 with a scaled loss; auto: bf16 "
-        "where a measurement at the start says that it is faster, else fp32",
+        "tf32: fp32, but a GPU rounds the factors of products to 10 bits, not 23; bf16 or fp16: "
+        "autocast with fp32 weights, and in fp16 with a scaled loss; auto: bf16 where a "
+        "measurement at the start says that it is faster, else fp32",
         Group.DEVICES,
         Rule.FIRST,
     )
@@ -42,22 +43,10 @@ class DeviceOptions:
         Group.DEVICES,
         Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
     )
-    tf32: bool = option(
-        False,
-        "let a GPU round the factors of fp32 products to TF32: faster, with 10 bits instead of 23",
-        Group.DEVICES,
-        Rule.TORCH_ONLY,
-    )
-    cudnn_benchmark: bool = option(
-        False,
-        "let a GPU try the algorithms of each convolution once, and take the fastest",
-        Group.DEVICES,
-        Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
-    )
     deterministic: bool = option(
         False,
-        "use only algorithms that compute the same bits each time, on a GPU too; stop where "
-        "there is none",
+        "use only algorithms that compute the same bits each time, on a GPU too, which else tries "
+        "those of each convolution and takes the fastest; stop where there is none",
         Group.DEVICES,
         Rule.ON_RESUME | Rule.TORCH_ONLY,
     )

@@ -5,12 +5,12 @@ from typing import Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.options.fields import flag
-from hvdtrain.options.optimisationoptions import CROSS_ENTROPY, OPTIMIZERS
+from hvdtrain.options.optimisationoptions import OPTIMIZERS, smoothing_of
 from hvdtrain.options.planrequest import (
-    ADAPTIVE,
     Chosen,
     PlanFile,
     Replicated,
+    is_adaptive,
     parse_plan_request,
 )
 from hvdtrain.options.syncrequest import (
@@ -36,7 +36,6 @@ EXCLUDED = (
     ("plan adaptive", "sync", "which it cannot predict", "use --plan auto"),
     ("plan adaptive", "compress", "which it cannot predict", "use --plan auto"),
     ("clip_norm", "sync", UNKNOWN_NORM, ONE),
-    ("gradient_limit", "sync", UNKNOWN_NORM, ONE),
     ("on_bad_step", "sync", UNKNOWN_NORM, ONE),
     ("batch_norm", "sync", "which lets replicas train apart", "use --batch-norm local"),
     ("reduce_with", "server", "which sums gradients on the servers", ONE),
@@ -44,21 +43,22 @@ EXCLUDED = (
     ("allreduce", "shard_optimizer", "which sums by reduce-scatter", ONE),
     ("allreduce", "gathered", "which sends without an all-reduce", ONE),
     ("hierarchical", "by mpi", "whose all-reduces do not block", HOROVOD),
-    ("memory_limit", "sync", "whose memory it does not count", ONE),
-    ("memory_limit", "compress", "whose memory it does not count", ONE),
-    ("memory_limit", "shard_optimizer", "whose memory it does not count", ONE),
-    ("memory_limit", "own optimizer", "whose state it does not count", ONE),
+    ("memory limit", "sync", "whose memory it does not count", ONE),
+    ("memory limit", "compress", "whose memory it does not count", ONE),
+    ("memory limit", "shard_optimizer", "whose memory it does not count", ONE),
+    ("memory limit", "own optimizer", "whose state it does not count", ONE),
+    ("other loss", "framework", "which trains classifiers", ONE),
     ("own optimizer", "framework", "which has other optimizers", ONE),
     ("own optimizer", "sync", "which has to know the optimizer's state", ONE),
     ("own optimizer", "shard_optimizer", "which gives it slices of the weights", ONE),
     ("momentum", "own optimizer", "which sets it itself", ONE),
     ("weight_decay", "own optimizer", "which sets it itself", ONE),
+    ("tf32", "framework", "which rounds as TensorFlow does", "use fp32 or bf16"),
     ("fp16", "framework", "which does not scale the loss", BF16),
     ("fp16", "sync", UNKNOWN_NORM, BF16),
     ("fp16", "compress", "which does not send gradients as they are", BF16),
     ("compile", "recompute", "which runs a forward twice", ONE),
     ("compile", "batch_norm", "which communicates in a forward", ONE),
-    ("cudnn_benchmark", "deterministic", "which excludes another algorithm each time", ONE),
     ("sync", "emulate", "which emulates the sum of gradients in every step", ONE),
     ("compress", "emulate", "which does not emulate compression", ONE),
     ("shard_optimizer", "emulate", "which emulates whole updates", ONE),
@@ -68,16 +68,12 @@ EXCLUDED = (
     ("weights", "emulate", "whose components have other weights", ONE),
     ("holdout", "emulate", "which evaluates nothing: its components learn nothing", ONE),
     ("compile", "emulate", "whose components compute nothing", ONE),
-    ("memory_limit", "emulate", "whose processes hold no real activations", ONE),
+    ("memory limit", "emulate", "whose processes hold no real activations", ONE),
     ("profile", "emulate", "whose measurements depend on the dilation", ONE),
     ("gpu", "emulate", "whose devices are modelled", ONE),
 )
 # A use that needs another one, and how that is written.
 NEEDED = (
-    ("label_smoothing", "cross-entropy", f"--loss {CROSS_ENTROPY}"),
-    ("emulate_dilation", "emulate", "--emulate"),
-    ("change_batch_norm", "plan adaptive", "--plan adaptive"),
-    ("memory_limit", "plan chosen", "--plan auto or --plan adaptive"),
     ("profile", "plan chosen", "--plan auto or --plan adaptive"),
     ("resume", "run", "--run"),
 )
@@ -105,15 +101,17 @@ def uses(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, st
             "compress",
             isinstance(parse_compress_request(values["compress"]), Half | TopK),
         ),
-        "plan adaptive": ("plan", plan == ADAPTIVE),
+        "plan adaptive": ("plan", is_adaptive(plan)),
         "plan chosen": ("plan", isinstance(plan, Chosen)),
+        "memory limit": ("plan", isinstance(plan, Chosen) and plan.memory_gib is not None),
         "plan of stages": ("plan", not isinstance(plan, Replicated | PlanFile)),
         "own optimizer": ("optimizer", values["optimizer"] not in OPTIMIZERS),
+        "tf32": ("precision", values["precision"] == "tf32"),
         "fp16": ("precision", values["precision"] == "fp16"),
         "hierarchical": ("allreduce", values["allreduce"] == "hierarchical"),
         "by mpi": ("reduce_with", values["reduce_with"] == "mpi"),
         "gpu": ("device", values["device"] == "cuda"),
-        "cross-entropy": ("loss", values["loss"] == CROSS_ENTROPY),
+        "other loss": ("loss", smoothing_of(values["loss"]) is None),
     }
     used = {name: typed[name] for name, is_used in holds.items() if is_used}
     return used | {name: typed[owner] for name, (owner, is_used) in named.items() if is_used}

@@ -24,7 +24,6 @@ class Rule(Flag):
     POSITIVE = auto()
     NOT_NEGATIVE = auto()
     HOLDOUT = auto()
-    BELOW_ONE = auto()
     SHARE = auto()
     ONE_LINE = auto()
     ON_RESUME = auto()  # a resumed run may have another value

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 from hvdtrain.errors import UsageError, on_one_line
+from hvdtrain.options.older import instead
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -27,4 +28,6 @@ def unknown_key(
     switch = shown[3:].replace("-", "_")
     if shown.startswith(("no-", "no_")) and switch in switches:
         return UsageError(f"{source}: write `{switch}: false` instead of `{shown}`")
+    if advice := instead(shown):
+        return UsageError(f"{source}: {shown} is not an option of this version: {advice}")
     return UsageError(f"{source}: unknown key {shown}{nearest(shown, valid)}")

@@ -1,7 +1,9 @@
 """The options of the optimizer, its learning rate and the weights that it averages."""
 
+import math
 from dataclasses import dataclass
 
+from hvdtrain.errors import UsageError
 from hvdtrain.options.fields import Group, Rule, option
 from hvdtrain.options.givenmodel import Model
 
@@ -12,16 +14,40 @@ CROSS_ENTROPY = "cross-entropy"
 LOSSES = (CROSS_ENTROPY, "pixel-cross-entropy", "mse", "l1", "binary-cross-entropy")
 
 
+def smoothing_of(loss: str) -> float | None:
+    """Return the label smoothing of `cross-entropy[:SMOOTHING]`; None for another loss.
+
+    Raises:
+        UsageError: if it is not 0 or more and below 1.
+    """
+    name, _, text = loss.partition(":")
+    if name != CROSS_ENTROPY:
+        return None
+    if loss == CROSS_ENTROPY:
+        return 0.0
+    try:
+        smoothing = float(text)
+    except ValueError:
+        smoothing = math.nan
+    if not 0 <= smoothing < 1:
+        raise UsageError(
+            f"--loss {loss} is not valid: write {CROSS_ENTROPY}:X with a label smoothing X of 0 "
+            "or more and below 1"
+        )
+    return smoothing
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimisationOptions:
     """The optimizer, its schedule, and what the run should reach."""
 
     loss: Seam = option(  # noqa: RUF009
         CROSS_ENTROPY,
-        "cross-entropy, pixel-cross-entropy, mse, l1, binary-cross-entropy (of logits), or "
-        "package.module:function of your own, from outputs and targets to a loss per sample",
+        "cross-entropy (with label smoothing: cross-entropy:0.1), pixel-cross-entropy, mse, l1, "
+        "binary-cross-entropy (of logits), or package.module:function of your own, from outputs "
+        "and targets to a loss per sample",
         Group.OPTIMISATION,
-        Rule.ONE_LINE | Rule.TORCH_ONLY,
+        Rule.ONE_LINE,
         "NAME",
     )
     optimizer: Seam = option(  # noqa: RUF009
@@ -58,20 +84,10 @@ class OptimisationOptions:
     )
     momentum: float = option(0.9, "momentum of sgd", Group.OPTIMISATION, Rule.NOT_NEGATIVE)
     weight_decay: float = option(
-        0.0, "weight decay", Group.OPTIMISATION, Rule.FIRST | Rule.NOT_NEGATIVE
-    )
-    no_decay: str = option(
-        "norm,bias,position",
-        "parameters without weight decay: norm (scales and shifts of normalisation layers), "
-        "bias, position (position embeddings and class tokens), or none",
-        Group.OPTIMISATION,
-        metavar="KINDS",
-    )
-    label_smoothing: float = option(
         0.0,
-        "share of each target that cross-entropy spreads over all classes, 0 to below 1",
+        "weight decay, but of norms, biases, position embeddings and class tokens",
         Group.OPTIMISATION,
-        Rule.BELOW_ONE,
+        Rule.FIRST | Rule.NOT_NEGATIVE,
     )
     clip_norm: float | None = option(
         None,

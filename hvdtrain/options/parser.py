@@ -129,8 +129,6 @@ class Parser(ArgumentParser):
         keys = [name for name in known if "-" not in name and name != "config"]
         for key, value in values.items():
             if key not in known:
-                if advice := instead(str(key)):
-                    raise UsageError(f"{source}: {key} is not an option of this version: {advice}")
                 raise unknown_key(source, key, keys, switches)
             action = known[key]
             kinds = get_args(getattr(action, "_typehint", None))

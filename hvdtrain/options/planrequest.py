@@ -23,9 +23,14 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A plan chosen from measurements on the ranks of a run: `auto`, or `adaptive`."""
+    """A plan chosen from measurements on the ranks of a run: `auto`, or `adaptive`.
+
+    Attributes:
+        memory_gib: what the process of a rank may use; None for no limit.
+    """
 
     is_adaptive: bool
+    memory_gib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,13 +50,12 @@ class PlanFile:
 PlanRequest = Replicated | Pipeline | Chosen | Mirrored | PlanFile
 
 SINGLE, DP = Replicated(is_single=True), Replicated(is_single=False)
-AUTO, ADAPTIVE = Chosen(is_adaptive=False), Chosen(is_adaptive=True)
 NAMES: dict[str, PlanRequest] = {
     "single": SINGLE,
     "dp": DP,
     "mp": Pipeline(None, 1),
-    "auto": AUTO,
-    "adaptive": ADAPTIVE,
+    "auto": Chosen(is_adaptive=False),
+    "adaptive": Chosen(is_adaptive=True),
 }
 SHORT_FORMS = (*NAMES, "hp:SxR")
 
@@ -60,15 +64,18 @@ def parse_plan_request(text: str | None) -> PlanRequest:
     """Return what a value of `--plan` requests; None, the default, is single on one rank, else dp.
 
     Raises:
-        UsageError: if `hp:SxR` or `mirrored[:N]` is malformed.
+        UsageError: if `hp:SxR`, `mirrored[:N]` or the limit of `auto:XGiB` is malformed.
     """
     text = "dp" if text is None else text
     if text in NAMES:
         return NAMES[text]
-    if text.startswith("hp:"):
+    word = text.partition(":")[0]
+    if word == "hp" and text != word:
         return _pipeline(text)
-    if text.partition(":")[0] == "mirrored":
+    if word == "mirrored":
         return _mirrored(text)
+    if word in ("auto", "adaptive"):
+        return _chosen(text)
     return PlanFile(text)
 
 
@@ -81,6 +88,21 @@ def check_one_rank(text: str | None, ranks: int) -> None:
     request = parse_plan_request(text)
     if ranks > 1 and (request == SINGLE or isinstance(request, Mirrored)):
         raise UsageError(f"--plan {text} runs on one rank, not on {ranks}: use --plan dp")
+
+
+def is_adaptive(request: PlanRequest) -> bool:
+    """Return whether the plan may change during training."""
+    return isinstance(request, Chosen) and request.is_adaptive
+
+
+def _chosen(text: str) -> Chosen:
+    match = re.fullmatch(r"(auto|adaptive):(\d{0,9}(?:\.\d{1,9})?)GiB", text, re.IGNORECASE)
+    gib = float(match[2] or 0) if match else 0.0
+    if match is None or not gib:
+        raise UsageError(
+            f"--plan {text} is not valid: write {text.partition(':')[0]}:XGiB for X GiB per rank"
+        )
+    return Chosen(match[1] == "adaptive", gib)
 
 
 def _pipeline(text: str) -> Pipeline:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.errors import UsageError
+from hvdtrain.options.faultrequest import parse_restarts
 
 # Each rank keeps the batches of as many steps, to explain a bad one, and an agreement per step.
 MOST_STEPS_AHEAD = 32
@@ -233,13 +234,14 @@ def check_servers(values: Mapping[str, Any]) -> None:
     request = parse_sync_request(values["sync"])
     if not isinstance(request, Server):
         return
-    servers, ranks, fewest = request.servers, values["ranks"], values["min_ranks"]
+    servers, ranks = request.servers, values["ranks"]
+    fewest = parse_restarts(values["restarts"]).fewest_ranks
     if ranks is not None and ranks <= servers:
         raise UsageError(no_worker(values["sync"], servers, ranks))
     if fewest is not None and fewest <= servers:
         raise UsageError(
-            f"--min-ranks {fewest} leaves no rank to train beside {servers} servers: give at "
-            f"least --min-ranks {servers + 1}"
+            f"--restarts {values['restarts']} leaves no rank to train beside {servers} servers: "
+            f"give at least {servers + 1} ranks after the colon"
         )
 
 

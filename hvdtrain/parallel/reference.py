@@ -86,9 +86,9 @@ class Reference:
         by_stage = (stage.models[0].parameters() for stage in self.stages)
         return {name: value for parameters in by_stage for name, value in parameters.items()}
 
-    def of_kinds(self, kinds: frozenset[str]) -> frozenset[str]:
-        """Return the names of the parameters of these kinds, as `StageModel.of_kinds`."""
-        return frozenset().union(*(stage.models[0].of_kinds(kinds) for stage in self.stages))
+    def undecayed(self) -> frozenset[str]:
+        """Return the names of the parameters without weight decay."""
+        return frozenset().union(*(stage.models[0].undecayed() for stage in self.stages))
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy in parameters and buffers by name; skip those whose shape differs."""

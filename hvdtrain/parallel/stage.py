@@ -27,9 +27,7 @@ from hvdtrain.sync.apart import Meetings
 from hvdtrain.sync.gradients import Gradients
 
 # Of weights; and of what forwards compute in, if it is another one.
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64} | dict.fromkeys(
-    ("bf16", "fp16"), torch.float32
-)
+DTYPES = {"fp64": torch.float64} | dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), torch.float32)
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -82,13 +80,13 @@ class StageModel:
             if parameter.requires_grad
         }
 
-    def of_kinds(self, kinds: frozenset[str]) -> frozenset[str]:
-        """Return the names of the parameters of these kinds, from `decay.KINDS`."""
+    def undecayed(self) -> frozenset[str]:
+        """Return the names of the parameters without weight decay."""
         return frozenset(
             f"{name}.{path}"
             for name, component in self.components.items()
             for path, value in component.named_parameters()
-            if is_exempt(kinds, path, _layer_of(component, path), value.dim())
+            if is_exempt(path, _layer_of(component, path), value.dim())
         )
 
     def statistics(self) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ def choose_plan(subject: Subject, world: World) -> Choice:
         UsageError: if nothing fits.
     """
     config = subject.config
-    if world.size == 1 and config.memory_limit is None:
+    if world.size == 1 and config.memory_gib is None:
         return Choice(replicated(subject.names, 1, config.microbatches, config.schedule))
     started = time.perf_counter()
     known, how = _known(subject, world)
@@ -163,14 +163,14 @@ def _read(subject: Subject, path: Path, words: str, ranks: int) -> tuple[Known |
     largest = next(iter(times.ranks[0].components.values())).forward.points[-1][0]
     size = subject.config.batch_size
     # With the most micro-batches: every measurement without a limit has at least these samples.
-    if subject.config.memory_limit is None and largest < measured_sizes(size, ranks, size)[-1]:
+    if subject.config.memory_gib is None and largest < measured_sizes(size, ranks, size)[-1]:
         return None, f" ({path} was measured under a memory limit, up to {largest:.0f} samples)"
     return Known(subject.costs, times, network, subject.recomputed), ""
 
 
 def question(config: TrainConfig, known: Known, ranks: int) -> Question:
     """Return the question that the solver answers with a plan."""
-    limit = config.memory_limit
+    limit = config.memory_gib
     return Question(
         replace(
             known,

@@ -152,7 +152,7 @@ def schedules_of(config: TrainConfig, names: Sequence[str]) -> Collection[str]:
     if not isinstance(config.plan_request, Chosen):
         return ("1f1b",)
     # A schedule that splits backward is verified on one rank first, which may exceed the limit.
-    splits = not reason_against_split_backward(config, names) and config.memory_limit is None
+    splits = not reason_against_split_backward(config, names) and config.memory_gib is None
     return ("1f1b", "interleaved", "zb-h1") if splits else ("1f1b", "interleaved")
 
 
@@ -249,7 +249,7 @@ def _fitting_sizes(subject: Subject, room: float, ranks: int) -> tuple[int, ...]
     """Return the numbers of samples to measure; under a limit those that fit in `room` bytes."""
     config = subject.config
     sizes = measured_sizes(config.batch_size, ranks, config.microbatches)
-    if config.memory_limit is None:
+    if config.memory_gib is None:
         return sizes
     fitting = tuple(rows for rows in sizes if max(_needed(subject, rows)) <= room)
     # A curve, and the real bytes of activations, need two sizes.
@@ -280,7 +280,7 @@ def _counted_bytes(subject: Subject, names: Sequence[str], rows: int) -> int:
 
 def spare_bytes(subject: Subject, world: World) -> float:
     """Return the bytes that this rank may still allocate."""
-    device, limit = subject.images.device, subject.config.memory_limit
+    device, limit = subject.images.device, subject.config.memory_gib
     spare = free_bytes(device, world.local_size)
     if limit is not None:
         spare = min(spare, limit * GIB - held_bytes(device))

@@ -28,16 +28,14 @@ class PlanConfig(ModelInConfig):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field_of_train("schedule")
     precision: FixedPrecision | None = field(
         default=None,
-        metadata=about("fp32, bf16, fp16 or fp64", default="fp64 for check, else fp32"),
+        metadata=about("fp32, tf32, bf16, fp16 or fp64", default="fp64 for check, else fp32"),
     )
     device: Device = field(default="cpu", metadata=about("device of the steps (check)"))
     optimizer: Seam = field_of_train("optimizer")
     lr: float = field_of_train("lr")
     momentum: float = field_of_train("momentum")
     weight_decay: float = field_of_train("weight_decay")
-    no_decay: str = field_of_train("no_decay")
     loss: Model = field_of_train("loss")
-    label_smoothing: float = field_of_train("label_smoothing")
     clip_norm: float | None = field_of_train("clip_norm")
     batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")
     recompute: str | None = field_of_train("recompute")

@@ -267,7 +267,7 @@ def _nothing_fits(question: Question, played: list[Candidate]) -> str:
         return (
             f"no plan fits: the process of rank {fullest} alone holds "
             f"{_gib(ranks[fullest].resident_bytes)}, and only {_gib(limits[fullest])} are allowed "
-            "after the reserve: raise --memory-limit"
+            "after the reserve: raise the limit of --plan"
         )
     emptiest = int(np.argmax(left))
     # The most micro-batches that a plan has here: each of them has the fewest samples.
@@ -286,13 +286,13 @@ def _nothing_fits(question: Question, played: list[Candidate]) -> str:
         return (
             f"no plan fits: {largest.name} alone needs {_gib(needed(largest))}, "
             f"{_gib(needed(largest) - left[emptiest])} more than any rank has left: "
-            "raise --memory-limit"
+            "raise the limit of --plan"
         )
     closest = min(played, key=lambda candidate: candidate.shortage(limits))
     fullest = int(np.argmax([a - b for a, b in zip(closest.rank_bytes, limits, strict=True)]))
     there = [cost for stage in closest.plan.stages_of(fullest) for cost in closest.costs_of(stage)]
     ways = ways_out(question, closest.plan, limits) or [
-        "raise --memory-limit, use a smaller --batch-size or more ranks"
+        "raise the limit of --plan, use a smaller --batch-size or more ranks"
     ]
     return (
         f"no plan fits: the closest, {closest.name}, lacks {_gib(closest.shortage(limits))} on "

@@ -147,7 +147,6 @@ def _common_settings(results: Sequence[Result]) -> str:
         name: value
         for name, value in first.items()
         if (value != COMPARED_DEFAULTS.get(name) or name in ALWAYS_SHOWN)
-        and (name != "no_decay" or first.get("weight_decay"))
         and name not in ("processor", "accelerator")  # in the line of the machine
         and all(result.settings.get(name) == value for result in results)
     }

@@ -17,7 +17,14 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.energy import SLURM
 from hvdtrain.host.load import Disturbance
 from hvdtrain.options.fields import Rule
-from hvdtrain.options.planrequest import ADAPTIVE, Chosen, Mirrored, PlanFile, parse_plan_request
+from hvdtrain.options.older import REMOVED, completed, lost
+from hvdtrain.options.planrequest import (
+    Chosen,
+    Mirrored,
+    PlanFile,
+    is_adaptive,
+    parse_plan_request,
+)
 from hvdtrain.options.syncoptions import SyncOptions
 from hvdtrain.training import runrecords
 from hvdtrain.training.runrecords import METRICS, SUMMARY, Layout, Line, Summary
@@ -181,10 +188,10 @@ def _check_size(plan: Layout, devices: int, lines: list[Line], config: dict[str,
         ValueError: if it did.
     """
     # An adaptive run changes its plan, but not its ranks.
-    is_adaptive = parse_plan_request(config.get("plan")) == ADAPTIVE
+    may_change = is_adaptive(parse_plan_request(config.get("plan")))
     for line in lines:
         used = Layout(line.stages)
-        is_same = used.ranks == plan.ranks if is_adaptive else used == plan
+        is_same = used.ranks == plan.ranks if may_change else used == plan
         if line.event == "plan" and not (is_same and line.devices_a_rank == devices):
             raise ValueError(
                 "it resumed with another plan or number of ranks, so it does not belong to one "
@@ -194,11 +201,11 @@ def _check_size(plan: Layout, devices: int, lines: list[Line], config: dict[str,
 
 def _settings(config: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
     """Return what must be equal in runs that are compared, with the defaults of older versions."""
+    values = completed(config)
+    ignored = NOT_SETTINGS | (REMOVED.keys() - lost(values).keys())
     return (
         COMPARED_DEFAULTS
-        | {name: value for name, value in config.items() if name not in NOT_SETTINGS}
-        | configfile.values_of_older_version(config)
-        | ({} if config.get("weight_decay") else {"no_decay": "none"})
+        | {name: value for name, value in values.items() if name not in ignored}
         | {name: machine.get(name) for name in ("processor", "accelerator")}
     )
 

@@ -191,11 +191,9 @@ class Adapter:
 
     def _keeping_batch_norm(self, question: Question, plan: Plan) -> Question:
         """Return the question for plans that keep the batch norm groups, if they must be kept."""
-        session = self.session
-        has_any = any(cost.batch_norms for cost in question.known.costs)
-        if session.config.change_batch_norm or not has_any:
+        if not any(cost.batch_norms for cost in question.known.costs):
             return question
-        sizes = batch_sizes(session.config, len(session.train_rows))
+        sizes = batch_sizes(self.session.config, len(self.session.train_rows))
         return replace(question, keeps=(plan, tuple(sizes)), microbatches=plan.microbatches)
 
     def _seconds_to(self, plan: Plan, question: Question) -> float:

@@ -349,7 +349,7 @@ def _vitals(run: Run, seconds: float, data_seconds: float) -> Vitals:
         seconds: duration of the step without the wait for its data, `data_seconds`.
     """
     whole, memory = data_seconds + seconds, run.heartbeat.memory_bytes
-    if run.session.config.memory_limit is not None:
+    if run.session.config.memory_gib is not None:
         peak = run.session.device.peak_memory_bytes()
         memory = peak if peak > run.peak_before else memory  # the planner may have needed more
     return Vitals(
@@ -366,7 +366,7 @@ def _leave(run: Run, code: int) -> None:
 
     Raises:
         Interrupted, Preempted: after a signal.
-        UsageError: if the run needs far more than --memory-limit.
+        UsageError: if the run needs far more than the limit of --plan.
     """
     step = run.progress.step
     if code != UsageError.exit_code:

@@ -1,4 +1,4 @@
-"""Compares the peak memory of the ranks with --memory-limit during a run.
+"""Compares the peak memory of the ranks with the limit of --plan during a run.
 
 All ranks compare the same numbers: those of the control vector. A run that needs a little more
 than its limit is reported and continues. It ends, with its state saved, if it exceeds the limit by
@@ -12,7 +12,7 @@ from hvdtrain.training.run import Run
 
 
 def check_memory(run: Run, peaks: Sequence[float]) -> bool:
-    """Report the rank with the highest peak memory once, if that exceeds --memory-limit.
+    """Report the rank with the highest peak memory once, if that exceeds the limit of --plan.
 
     Args:
         peaks: bytes by rank.
@@ -20,7 +20,7 @@ def check_memory(run: Run, peaks: Sequence[float]) -> bool:
     Returns:
         Whether the run has to end: the same on all ranks.
     """
-    limit = run.session.config.memory_limit
+    limit = run.session.config.memory_gib
     if limit is None or max(peaks) <= limit * GIB:
         return False
     if not run.reported_memory:
@@ -30,7 +30,7 @@ def check_memory(run: Run, peaks: Sequence[float]) -> bool:
 
 
 def agreed_excess(run: Run) -> str:
-    """Return by how much the run exceeds --memory-limit, in words of rank 0. Collective."""
+    """Return by how much the run exceeds the limit of --plan, in words of rank 0. Collective."""
     world = run.session.world
     peaks = world.gather(run.session.device.peak_memory_bytes())
     message: str = world.broadcast(excess(run, peaks) if world.rank == 0 else "")
@@ -39,11 +39,11 @@ def agreed_excess(run: Run) -> str:
 
 def excess(run: Run, peaks: Sequence[float]) -> str:
     """Return which rank exceeds the limit, by how much, and what to do about it."""
-    limit, used = run.session.config.memory_limit or 0.0, max(peaks)
+    limit, used = run.session.config.memory_gib or 0.0, max(peaks)
     more = used / (limit * GIB) - 1
     return (
         f"rank {list(peaks).index(used)} used {used / GIB:.3f} GiB, {more:.1%} more than "
-        f"--memory-limit {limit:g}: {_advice(run, used)}"
+        f"--plan {run.session.config.plan} allows: {_advice(run, used)}"
     )
 
 
@@ -54,10 +54,10 @@ def _advice(run: Run, used: float) -> str:
 
     session, ways = run.session, list[str]()
     question = session.migration.question if session.migration else None
-    if question is not None and session.config.memory_limit is not None:
+    if question is not None and session.config.memory_gib is not None:
         predicted = max(play(question, session.plan, "").rank_bytes)
         # The prediction of another plan is as far from what it needs as that of this one.
-        allowed = session.config.memory_limit * GIB * min(1.0, predicted / used)
+        allowed = session.config.memory_gib * GIB * min(1.0, predicted / used)
         ways = ways_out(question, session.plan, (allowed,) * question.ranks)
     old = ", or remove the file of --profile if it is old" if session.config.profile else ""
-    return ", ".join(ways) or f"raise --memory-limit or use a smaller --batch-size{old}"
+    return ", ".join(ways) or f"raise the limit of --plan or use a smaller --batch-size{old}"

@@ -26,8 +26,6 @@ def check_before_launch(config: TrainConfig) -> None:
     Raises:
         UsageError, DataError: as the ranks would.
     """
-    if config.min_ranks is not None and not config.restarts:
-        raise UsageError("--min-ranks has no effect without --restarts: give --restarts too")
     models.check_name(config.model)
     if config.framework == "tensorflow" and find_spec("tensorflow") is None:
         raise UsageError(NO_TENSORFLOW)

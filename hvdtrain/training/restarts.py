@@ -15,6 +15,7 @@ from hvdtrain.host import alert
 from hvdtrain.host.ownership import LAUNCH, LAUNCHED, process_start, since_boot
 from hvdtrain.launch import RanksStop
 from hvdtrain.options import injection
+from hvdtrain.options.faultrequest import parse_restarts
 from hvdtrain.plan.planfile import refit
 from hvdtrain.training.metrics import AFTER_FAULTS, make_folder
 
@@ -26,22 +27,23 @@ MOST_CHARACTERS_OF_REASON = 200
 
 
 def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
-    """Run `hvdtrain ARGUMENTS`, restart it up to `config.restarts` times, return the exit code.
+    """Run `hvdtrain ARGUMENTS`, restart it as often as `--restarts` says, return the exit code.
 
     Only a failed rank causes a restart: errors that a user has to fix and requested stops do not.
 
     Raises:
         Interrupted, Preempted: if this process was requested to stop before it started the ranks.
     """
+    restarts = parse_restarts(config.restarts)
     ranks, messages = config.ranks or 1, list[str]()
     arguments = alert.without_command(arguments)
     folder = Path(config.run) if config.run else None
-    if folder is None and config.restarts:
+    if folder is None and restarts.most:
         folder = make_folder(config)
     launch_id, launched = secrets.token_hex(8), process_start()
     fruitless = 0
-    for left in range(config.restarts, -1, -1):
-        environment = _environment(config, f"{launch_id}:{config.restarts - left}", messages)
+    for left in range(restarts.most, -1, -1):
+        environment = _environment(config, f"{launch_id}:{restarts.most - left}", messages)
         environment[LAUNCHED] = str(launched)
         options = _more(config, folder, ranks, bool(messages))
         limit, before = start_patience(config), newest(folder)
@@ -58,7 +60,7 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
             if may_restart:
                 _say(_why_not_again(fruitless, ended.message))
             break
-        ranks = max(ranks - 1, min(ranks, config.min_ranks or ranks))
+        ranks = max(ranks - 1, min(ranks, restarts.fewest_ranks or ranks))
         wait = FIRST_WAIT_SECONDS * WAIT_GROWTH ** (fruitless - 1) if fruitless else 0.0
         when = f" in {wait:.0f} s, as no new checkpoint was saved" if wait else ""
         restart = f"restarting on {ranks} rank(s) from the last checkpoint of {folder}{when}"

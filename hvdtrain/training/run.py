@@ -29,7 +29,6 @@ from hvdtrain.host.launchers import detect
 from hvdtrain.host.load import Load
 from hvdtrain.host.ownership import Owner, claim
 from hvdtrain.host.stop import StopRequest
-from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.training import inputs, metrics
 from hvdtrain.training.callbacks import Callbacks, followers
 from hvdtrain.training.console import Console, Journal
@@ -57,7 +56,7 @@ class Run:
         before: the progress when this process started.
         peak_before: peak memory before the first step, in bytes.
         load: what was counted of the cores before the first step.
-        reported_memory: whether an excess of --memory-limit has been reported.
+        reported_memory: whether an excess of the limit of --plan has been reported.
     """
 
     session: Session
@@ -277,7 +276,7 @@ def _start_or_resume(
 def _adapter(session: Session) -> "Adapter | None":
     """Return what replans, if --plan adaptive is set and there are several ranks."""
     migration = session.migration
-    is_adaptive = session.config.plan_request == ADAPTIVE and session.world.size > 1
+    is_adaptive = session.config.is_adaptive and session.world.size > 1
     if migration is None or not is_adaptive:
         return None
     from hvdtrain.training.adapting import Adapter  # loads torch

@@ -21,7 +21,7 @@ from hvdtrain.health import failure
 from hvdtrain.health.failure import stalled
 from hvdtrain.host.activity import OTHERS_SAVE_FACTOR, SAVE_FACTOR, Activity
 from hvdtrain.host.ownership import Owner
-from hvdtrain.options.checks import interval
+from hvdtrain.options.faultrequest import interval
 from hvdtrain.training.console import Journal
 from hvdtrain.training.metrics import Records
 from hvdtrain.world import World

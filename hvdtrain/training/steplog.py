@@ -98,7 +98,7 @@ class StepLog:
             )
             for straggler in run.stragglers.look(vitals):
                 run.journal.report(self.step, "straggler", str(straggler))
-        if run.session.config.memory_limit is not None:
+        if run.session.config.memory_gib is not None:
             peaks = np.max([agreed.vitals[:, MEMORY] for agreed in self.window], axis=0)
             if check_memory(run, peaks.tolist()) and not run.trained:
                 self.stop = self.stop or UsageError.exit_code
@@ -114,21 +114,21 @@ class StepLog:
             CheckFailed: if the step is not skipped.
         """
         run, config = self.run, self.run.session.config
-        (step, norm), limit = run.step_at(self.step), config.gradient_limit
+        (step, norm), bad = run.step_at(self.step), config.bad_step
         if step.loss_scale > 1 and not math.isfinite(norm):
             run.progress.skipped_steps += 1
             run.journal.event("loss_scale", step=self.step, loss_scale=step.loss_scale / 2)
             return
         fault = f"the loss became {agreed.loss_sum}"
-        if agreed.finite and limit is not None and limit < norm < math.inf:
-            fault = f"the norm of the gradients was {norm:.3g}, above {limit:g},"
+        if agreed.finite and bad.limit < norm < math.inf:
+            fault = f"the norm of the gradients was {norm:.3g}, above {bad.limit:g},"
         elif agreed.finite:
             fault = "the gradients were not finite"
         where = run.session.diagnose(step)
         message = f"{fault} at step {self.step} (epoch {self.epoch + 1}): {where}"
         run.skipped_in_a_row += 1
         # A step counts as skipped only if all ranks skipped it.
-        was_skipped = config.on_bad_step == "skip" and agreed.bad == run.session.world.size
+        was_skipped = bad.skips and agreed.bad == run.session.world.size
         if was_skipped and run.skipped_in_a_row <= MOST_SKIPPED:
             run.progress.skipped_steps += 1
             run.journal.report(self.step, "bad step", f"{message}; skipped")

@@ -18,7 +18,7 @@ from hvdtrain.host import files
 from hvdtrain.host.harmless import as_csv
 from hvdtrain.options.givenmodel import Model
 from hvdtrain.options.nearest import nearest
-from hvdtrain.options.optimisationoptions import CROSS_ENTROPY
+from hvdtrain.options.optimisationoptions import CROSS_ENTROPY, smoothing_of
 from hvdtrain.plan.program import EVALUATION_IMAGES
 from hvdtrain.use.trained import Trained, Which, read_config, trained_model
 
@@ -156,7 +156,7 @@ def evaluate(
         DataError: if the run holds no checkpoint that verifies, or the data set is damaged.
     """
     loss = read_config(Path(run)).get("loss", CROSS_ENTROPY)
-    if loss != CROSS_ENTROPY:
+    if smoothing_of(loss) is None:
         raise UsageError(
             f"evaluate counts classes, and {run} has the loss {loss!r}: its "
             "summary.json holds what it measured, and hvdtrain.load returns the model"

@@ -138,7 +138,7 @@ def trained_model(
     )
     _check(components, saved.tensors, config, checkpoint)
     device = torch.device("cpu") if config.device == "cpu" else devices.gpu_if_there_is_one()
-    devices.choose_algorithms(config.tf32, config.cudnn_benchmark, config.deterministic)
+    devices.choose_algorithms(config.precision, config.deterministic)
     stage = build_model(components, config, device)
     stage.put({name: to_tensor(value) for name, value in saved.tensors.items()})
     stage.put_extra({name: to_tensor(value) for name, value in saved.extra.items()})

@@ -16,7 +16,7 @@ def train(hvdtrain: Program, device: str, data: Path, run: Path, *options: Any) 
     return hvdtrain(*base, "--batch-size", 64, "--epochs", 1, *options)
 
 
-SMALL = ("--batch-size", 16, "--epochs", 3, "--schedule", "1f1b", "--change-batch-norm")
+SMALL = ("--batch-size", 16, "--epochs", 3, "--schedule", "1f1b", "--batch-norm", "sync")
 SHARED = ("--reduce-with", "mpi", "--verify")
 
 

@@ -18,7 +18,7 @@ class Case:
     microbatches: int
     batch_norm: str
     recompute: str | None
-    label_smoothing: float
+    loss: str
     synchronous: bool
 
     def __str__(self) -> str:
@@ -40,16 +40,16 @@ def possible(ranks: int) -> list[Case]:
         normed, split = model == "resnet", "zb-h1" in plan
         # Batch norm needs more than one value per channel.
         size, microbatches = (26, 2) if normed else (batch, 0)
-        for norm, again, smoothing, synchronous in product(
+        for norm, again, loss, synchronous in product(
             ("local", "sync") if normed and not split else ("local",),
             (None,) if split else (None, RECOMPUTED[model]),
-            (0.0, 0.1),
+            ("cross-entropy", "cross-entropy:0.1"),
             (False, True),
         ):
             cases.append(
                 Case(
                     *(plan, model, precision, size, microbatches),
-                    *(norm, again, smoothing, synchronous),
+                    *(norm, again, loss, synchronous),
                 )
             )
     return list(dict.fromkeys(cases))

@@ -31,7 +31,7 @@ def test_a_plan_computes_the_serial_step(world: World, case: Case) -> None:
         microbatches=case.microbatches,
         batch_norm=case.batch_norm,
         recompute=case.recompute,
-        label_smoothing=case.label_smoothing,
+        loss=case.loss,
         synchronous=case.synchronous,
     )
     assert parity.is_within, parity

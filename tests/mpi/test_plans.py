@@ -95,7 +95,7 @@ def test_whole_models(world: World, whole_model: tuple[str, str]) -> None:
 
 
 def test_label_smoothing_is_the_serial_steps(world: World, plan: str) -> None:
-    parity = parity_of(world, plan, "cnn", label_smoothing=0.1)
+    parity = parity_of(world, plan, "cnn", loss="cross-entropy:0.1")
     assert parity.is_within, parity
 
 

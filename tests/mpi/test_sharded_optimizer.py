@@ -33,8 +33,8 @@ from tests.mpi.test_mpi_sums import SIZE, parity_of, replicated_plans
 ADAM = TrainConfig(
     model="own", data="", precision="fp64", optimizer="adam", lr=0.01, reduce_with="mpi"
 )
-SGD = replace(ADAM, optimizer="sgd", momentum=0.9, weight_decay=0.1, no_decay="bias,norm")
-ADAMW = replace(ADAM, optimizer="adamw", weight_decay=0.1, no_decay="bias,norm")
+SGD = replace(ADAM, optimizer="sgd", momentum=0.9, weight_decay=0.1)
+ADAMW = replace(ADAM, optimizer="adamw", weight_decay=0.1)
 BATCHES = (13, 26, 7)
 State = dict[str, np.ndarray]
 

@@ -130,17 +130,18 @@ def test_memory_that_changes_while_it_is_copied_is_found() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("tf32", [False, True])
-def test_options_choose_the_algorithms_of_a_process(tf32: bool, deterministic: bool) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_options_choose_the_algorithms_of_a_process(precision: str, deterministic: bool) -> None:
     program = (
         "import os, torch\n"
         "from hvdtrain.device import choose_algorithms\n"
-        f"choose_algorithms({tf32}, {not deterministic}, {deterministic})\n"
+        f"choose_algorithms({precision!r}, {deterministic})\n"
         "backends = torch.backends\n"
         "print(backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32,"
         " backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled(),"
         " 'CUBLAS_WORKSPACE_CONFIG' in os.environ)\n"
     )
     printed = subprocess.check_output([sys.executable, "-c", program], text=True)
+    tf32 = precision == "tf32"
     expected = [tf32, tf32, not deterministic, deterministic, deterministic]
     assert printed.split() == list(map(str, expected))

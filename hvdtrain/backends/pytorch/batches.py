@@ -26,7 +26,7 @@ from hvdtrain.models.shapes import (
     sample_input,
     shape_of,
 )
-from hvdtrain.options.optimisationoptions import CROSS_ENTROPY
+from hvdtrain.options.optimisationoptions import smoothing_of
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
@@ -72,7 +72,7 @@ def input_boundaries(
     Raises:
         UsageError: if images or targets do not fit the model and its loss.
     """
-    classes = form.outputs if config.loss == CROSS_ENTROPY else None
+    classes = None if smoothing_of(config.loss) is None else form.outputs
     dtype = DTYPES[config.precision]
     device = _device(config, components, image_size)
     emitted = boundaries(components, image_size, classes=classes, dtype=dtype, device=device)

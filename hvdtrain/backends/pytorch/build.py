@@ -3,7 +3,6 @@
 Which buffers a model's forward passes change is found by a trial on every replica.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,6 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.models.losses import loss_of
 from hvdtrain.models.ready import ready_modules
-from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.checksums import digest
@@ -98,7 +96,7 @@ def _make_ready(
         # Torch loads it in the first backward pass that starts from a gradient, while other ranks
         # would wait.
         import_module("torch.fx.experimental.symbolic_shapes")
-    if config.plan_request == ADAPTIVE and world.size > 1:
+    if config.is_adaptive and world.size > 1:
         for part in parts.values():
             part.model.clock = ComponentClock(partial(devices.mark, device))
 
@@ -119,14 +117,15 @@ def _observer(config: TrainConfig, world: World) -> Observer:
 
 
 def _rule(config: TrainConfig, plan: Plan, device: torch.device) -> UpdateRule:
-    skips = config.on_bad_step == "skip" or config.precision == "fp16"
+    bad = config.bad_step
+    skips = bad.skips or config.precision == "fp16"
     return UpdateRule(
         config.clip_norm,
-        config.gradient_limit if config.gradient_limit is not None else math.inf,
+        bad.limit,
         skips=skips,
         # Otherwise ranks agree on the host, or more than a kernel of PyTorch makes the update.
         defers=devices.is_queued(device)
-        and not (skips or config.shard_optimizer or config.gradient_limit is not None)
+        and not (skips or config.shard_optimizer or bad.is_limited)
         and not isinstance(config.sync_request, Server)
         and config.optimizer in ("sgd", "adam", "adamw")
         and (config.clip_norm is None or plan.last == 0),

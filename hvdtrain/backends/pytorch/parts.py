@@ -14,7 +14,6 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.emulate.components import sleep_in_updates
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
-from hvdtrain.options import decay
 from hvdtrain.options.syncrequest import Server as ServerRequest
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.boundary import Form, to_channels_last
@@ -120,8 +119,7 @@ def stage_optimizer(
     parameters = model.parameters() if trained is None else trained
     if not parameters:
         return None
-    free = model.of_kinds(decay.parse(config.no_decay))
-    optimizer = make_optimizer(config, parameters, free)
+    optimizer = make_optimizer(config, parameters, model.undecayed())
     check_state(config, parameters)
     sleep_in_updates(optimizer, list(model.components.values()))
     return optimizer

@@ -59,9 +59,9 @@ def resident_images(
 def _fits(config: TrainConfig, samples: Samples, device: torch.device, ranks: int) -> bool:
     """Return whether a GPU has enough memory for the images besides all else.
 
-    --memory-limit does not count them.
+    the limit of --plan does not count them.
     """
-    if not devices.is_gpu(device) or config.memory_limit is not None:
+    if not devices.is_gpu(device) or config.memory_gib is not None:
         return False
     sharing = -(-ranks // devices.gpu_count())
     free = devices.free_bytes(device, ranks) / sharing

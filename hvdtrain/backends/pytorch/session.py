@@ -33,7 +33,6 @@ from hvdtrain.engine.session import (
 )
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.memory import return_freed_memory
-from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.options.syncrequest import NO_SYNC
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Logits, Step, read_later
@@ -194,7 +193,7 @@ class TorchSession(Session):
     @override
     def evaluation_images(self) -> int:
         # With a memory limit, the planner counted the memory of one training batch.
-        is_limited = self.config.memory_limit is not None
+        is_limited = self.config.memory_gib is not None
         return program.evaluation_images(self.plan, self.config.batch_size if is_limited else None)
 
     def cut(self, batch_size: int, is_training: bool) -> Cut:
@@ -212,7 +211,7 @@ class TorchSession(Session):
         allocate as many again.
         """
         form = batch_size, is_training
-        if self.config.memory_limit is not None and form != self.last_form:
+        if self.config.memory_gib is not None and form != self.last_form:
             return_freed_memory()
         self.last_form = form
         return self.program(batch_size, is_training)
@@ -254,7 +253,7 @@ class TorchSession(Session):
         trained = Step(todo, feed.images, feed.labels, loss_scale=step.loss_scale)
         self.runtime.train(trained)
         met = self._after_step(offset // self.config.batch_size + 1)
-        if self.config.plan_request == ADAPTIVE and self.world.size > 1:
+        if self.config.is_adaptive and self.world.size > 1:
             self.times.add(trained.marks)
         device = self.runtime.device
         outcome = partial(_outcome, read_later(trained, device), trained.marks, met, device)

@@ -45,7 +45,7 @@ from hvdtrain.host.files import check_target
 from hvdtrain.models.component import Component, build_started, start_of, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.models.shapes import Boundary
-from hvdtrain.options.planrequest import ADAPTIVE, AUTO
+from hvdtrain.options.planrequest import Chosen
 from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
@@ -192,7 +192,7 @@ def _opened(
     """
     stages = set(plan.stages_of(world.rank))
     at_an_end = not stages.isdisjoint({0, plan.last})
-    splits = open_splits(index, world, at_an_end or config.plan_request == ADAPTIVE)
+    splits = open_splits(index, world, at_an_end or config.is_adaptive)
     if 0 in stages and not machine_of(world).is_modelled:
         images.resident = resident_images(config, splits["train"], images.device, world.local_size)
     return splits
@@ -265,7 +265,7 @@ def _choose(
     from hvdtrain.backends.pytorch.measured import subject_of  # not needed for other plans
     from hvdtrain.planner import choose
 
-    if config.plan_request == ADAPTIVE:
+    if config.is_adaptive:
         allow_new_groups()
     subject = subject_of(config, components, index.image_shape[0], index.target_form, images)
     chosen = choose.choose_plan(subject, world)
@@ -286,7 +286,7 @@ def _without_wrong_halves(trial: Trial, chosen: "Choice", checks: Checks) -> "Ch
     if config.schedule is not None:
         return chosen
     if not plan.splits_backward:
-        return choose.without_split_backward(chosen) if config.plan_request == ADAPTIVE else chosen
+        return choose.without_split_backward(chosen) if config.is_adaptive else chosen
     fault = checks.fault(trial, plan)
     if not fault:
         return chosen
@@ -296,7 +296,7 @@ def _without_wrong_halves(trial: Trial, chosen: "Choice", checks: Checks) -> "Ch
 def _images(config: TrainConfig, normal: Normalisation, world: World) -> Images:
     """Return what prepares images on this rank's device; set its algorithms."""
     device = choose_device(config.device, world)
-    choose_algorithms(config.tf32, config.cudnn_benchmark, config.deterministic)
+    choose_algorithms(config.precision, config.deterministic)
     if config.compile:
         check_compiler(device)
     return Images(*normal, device, config.precision)
@@ -319,7 +319,7 @@ def _agreed_plan(
     plan = None
     if world.rank == 0:
         boundaries = check_components(components, config, index)
-        if config.plan_request in (AUTO, ADAPTIVE):
+        if isinstance(config.plan_request, Chosen):
             check_choice(config, components)
         else:
             plan = make_plan(config, components, index.image_shape[0], world.size)

@@ -10,7 +10,7 @@ from hvdtrain.checkpoint.tensorfile import DTYPES
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models import find
-from hvdtrain.options import decay
+from hvdtrain.options.decay import is_exempt
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
 
@@ -108,10 +108,10 @@ def check_names(paths: Any) -> None:
         seen.add(path)
 
 
-def is_undecayed(config: TrainConfig, variable: Any) -> bool:
+def is_undecayed(variable: Any) -> bool:
     """Return whether a variable is exempt from weight decay."""
-    kinds, path = decay.parse(config.no_decay), str(variable.path)
-    return decay.is_exempt(kinds, path, path.rpartition("/")[0], len(variable.shape))
+    path = str(variable.path)
+    return is_exempt(path, path.rpartition("/")[0], len(variable.shape))
 
 
 def build_optimizer(config: TrainConfig, model: keras.Model) -> Any:
@@ -128,9 +128,7 @@ def build_optimizer(config: TrainConfig, model: keras.Model) -> Any:
         optimizer = keras.optimizers.Adam(rate)
     else:
         optimizer = keras.optimizers.AdamW(rate, weight_decay=config.weight_decay)
-        exempt = [
-            variable for variable in model.trainable_variables if is_undecayed(config, variable)
-        ]
+        exempt = [variable for variable in model.trainable_variables if is_undecayed(variable)]
         optimizer.exclude_from_weight_decay(var_list=exempt)
     optimizer.build(model.trainable_variables)
     check_names(variable.path for variable in optimizer.variables)

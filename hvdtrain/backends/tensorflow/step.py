@@ -13,6 +13,7 @@ from hvdtrain.data import order
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import sums
 from hvdtrain.keras.ranks import is_float
+from hvdtrain.options.optimisationoptions import smoothing_of
 from hvdtrain.world import World
 
 
@@ -106,7 +107,7 @@ class Steps:
         return loss_sum, dense
 
     def _losses(self, logits: Any, labels: Any) -> Any:
-        part = self.config.label_smoothing
+        part = smoothing_of(self.config.loss)
         if not part:
             return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
         classes = logits.shape[-1]
@@ -120,10 +121,7 @@ class Steps:
         fraction = tf.cast(images.shape[0], self.dtype) / whole
         gradients, exposed = self._reduced(gradients, fraction, before)
         norm = tf.linalg.global_norm([tf.cast(gradient, self.dtype) for gradient in gradients])
-        limit = self.config.gradient_limit
-        is_good = tf.math.is_finite(norm)
-        if limit is not None:
-            is_good = is_good & (norm <= limit)
+        is_good = tf.math.is_finite(norm) & (norm <= self.config.bad_step.limit)
         # With mirrors, each device sees only its own gradients: a bad step ends the run after the
         # update.
         if self.mirrors:
@@ -198,7 +196,7 @@ class Steps:
             return gradients
         return [
             tf.identity(gradient)  # as a tensor of the condition's graph, like the others
-            if is_undecayed(self.config, weight)
+            if is_undecayed(weight)
             else gradient + decay * tf.convert_to_tensor(weight)
             for gradient, weight in zip(gradients, self.weights, strict=True)
         ]
@@ -272,7 +270,7 @@ class MirroredSteps:
         local_results = self.strategy.experimental_local_results
         return Done(
             tf.add_n(local_results(done.loss_sum)),
-            tf.constant(np.nan),  # only --gradient-limit needs it, which excludes mirrors
+            tf.constant(np.nan),  # only a limit of --on-bad-step needs it, which excludes mirrors
             tf.reduce_any(tf.stack(local_results(done.is_bad))),
             tf.zeros((), tf.float64),
         )

@@ -39,7 +39,7 @@ def test_how_often_a_run_is_looked_at_makes_no_other_one(values: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    "values", [{"lr": 0.5}, {"seed": 1}, {"no_decay": "none"}, {"clip_norm": 2.0}]
+    "values", [{"lr": 0.5}, {"seed": 1}, {"weight_decay": 0.1}, {"clip_norm": 2.0}]
 )
 def test_what_is_computed_does(values: dict[str, Any]) -> None:
     assert folder(**values) != folder()

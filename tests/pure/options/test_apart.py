@@ -52,6 +52,11 @@ def test_the_older_name_of_local_steps_is_the_same_configuration() -> None:
         ({"sync": "server", "servers": 2}, {"sync": "server,servers=2"}),
         ({"compress": "topk:0.1", "compress_after": 0}, {"compress": "topk:0.1,after=0"}),
         ({"compress": "bf16", "compress_after": 100}, {"compress": "bf16"}),
+        ({"loss": "cross-entropy", "label_smoothing": 0.1}, {"loss": "cross-entropy:0.1"}),
+        ({"restarts": 2, "min_ranks": 3}, {"restarts": "2:3"}),
+        ({"on_bad_step": "skip", "gradient_limit": 2.5}, {"on_bad_step": "skip:2.5"}),
+        ({"emulate": "8-v100", "emulate_dilation": 20.0}, {"emulate": "8-v100:20.0"}),
+        ({"plan": "auto", "memory_limit": 12.5}, {"plan": "auto:12.5GiB"}),
     ],
 )
 def test_what_was_an_option_of_its_own_is_part_of_the_method(

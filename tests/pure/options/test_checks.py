@@ -77,3 +77,20 @@ def test_a_run_with_an_option_that_went_is_not_continued_without_it() -> None:
         "whiten was True, which this version has no option for: give --optimizer, --lr-schedule "
         "or --augment a function, as recipes/cifar10_94.py does"
     ]
+
+
+def test_what_the_first_versions_did_has_to_be_asked_for() -> None:
+    """All parameters decayed, and the mean included held-out images."""
+    new = TrainConfig(model="cnn", data="d", weight_decay=0.1, holdout=0.2)
+    old = asdict(new)
+    assert differences(old, new) == []
+    del old["loss"]
+    assert differences(old, new) == [
+        "no_decay was 'none', which this version has no option for: give --optimizer a function, "
+        "as recipes/vit_b16.yaml does",
+        "normalise was 'split', is 'meanstd'",
+    ]
+    old |= {"weight_decay": 0.0}
+    assert differences(old, replace(new, weight_decay=0.0, normalise="split")) == []
+    old |= {"weight_decay": 0.1, "no_decay": "norm,bias,position"}
+    assert differences(old, new) == []

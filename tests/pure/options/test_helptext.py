@@ -92,9 +92,10 @@ def test_the_options_of_train_stand_under_headings_with_true_defaults(
     )
     text = " ".join(printed.split())
     for part in (
-        "--precision {fp32,bf16,fp16,fp64,auto} bf16 or fp16: autocast with fp32 weights, and in "
-        "fp16 with a scaled loss; auto: bf16 where a measurement at the start says that it is "
-        "faster, else fp32 (default: fp32)",
+        "--precision {fp32,tf32,bf16,fp16,fp64,auto} tf32: fp32, but a GPU rounds the factors of "
+        "products to 10 bits, not 23; bf16 or fp16: autocast with fp32 weights, and in fp16 with "
+        "a scaled loss; auto: bf16 where a measurement at the start says that it is faster, else "
+        "fp32 (default: fp32)",
         "--device {cpu,cuda} device to train on (default: cuda if there is one)",
         "--epochs N passes over the training set (default: 10, or",
         "--lr X learning rate, used as given (default: 0.001)",
@@ -132,7 +133,7 @@ def test_a_page_is_readable_in_a_terminal_too_narrow_for_it(
     """textwrap alone raises an error with 2 columns."""
     monkeypatch.setenv("COLUMNS", columns)
     assert "hvdtrain" in page(capsys)
-    assert "--precision {fp32,bf16,fp16,fp64,auto}" in page(capsys, "train")
+    assert "--precision {fp32,tf32,bf16,fp16,fp64,auto}" in page(capsys, "train")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.plan.plan import replicated
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.clusters import load, question_of
@@ -128,7 +129,7 @@ def test_a_change_is_in_the_cluster_file_of_valid_runs(tmp_path: Path, change: C
     for arm in arms.values():
         arm.config.check()
         assert arm.config.max_steps == 40
-        assert load(str(arm.config.emulate)) == change.cluster(40)
+        assert load(parse_emulate(str(arm.config.emulate))[0]) == change.cluster(40)
     events = change.cluster(40).events
     assert [event.from_step for event in events] == [21 if change.is_late else 0] * len(events)
     assert {event.from_step for event in change.cluster(0).events} <= {0}

@@ -22,7 +22,7 @@ from hvdtrain.sync.gradients import SerialGradients
 PLAN = ("--model", "cnn", "--plan", "single", "--ranks", "1", "--image-size", "8")
 OPTIONS = (
     *("--optimizer", "sgd", "--momentum", "0.8", "--weight-decay", "0.01", "--lr", "0.1"),
-    *("--label-smoothing", "0.1", "--clip-norm", "0.5"),
+    *("--loss", "cross-entropy:0.1", "--clip-norm", "0.5"),
 )
 Fault = Callable[[pytest.MonkeyPatch], None]
 

@@ -59,9 +59,7 @@ def test_an_event_slows_a_component_once_and_ends(
         "{ranks: 1, ranks_per_node: 1, gflops: 1, memory_gbytes: 20, memory_gib: 16, gbytes: 1, "
         "events: [{slows: devices, factor: 3, ranks: [0], to_step: 5}]}"
     )
-    config = TrainConfig(
-        model="cnn", data="", batch_size=8, emulate=str(file), emulate_dilation=1e-3
-    )
+    config = TrainConfig(model="cnn", data="", batch_size=8, emulate=f"{file}:1e-3")
     parts = models.components("cnn", 10, 32)
     costs = component_costs(parts, 32, classes=10)
     made = emulations.emulation(config, parts, costs, (), 32, World("none", 0, 1, 0, 1, 1))
@@ -90,9 +88,7 @@ def test_a_profile_emulates_the_ranks_that_it_was_measured_on(tmp_path: Path) ->
     save(
         file, "cnn, 10 classes, 32 px, 64 images, fp32, adam, all-reduce auto, cpu", slow, network
     )
-    config = TrainConfig(
-        model="cnn", data="", batch_size=8, emulate=str(file), emulate_dilation=1.0
-    )
+    config = TrainConfig(model="cnn", data="", batch_size=8, emulate=f"{file}:1")
     emulated = [
         emulations.emulation(config, parts, costs, (), 32, World("none", rank, 2, rank, 2, 1))
         for rank in range(2)

@@ -33,15 +33,13 @@ def script(hvdtrain: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "--prec"], ["--precision"]),
         (["train", "--precision", ""], ["fp32", "bf16", "fp16", "fp64", "auto"]),
         (["train", "--compile", "--prec"], ["--precision"]),
-        (["train", "--no-c"], ["--no-change-batch-norm", "--no-compile", "--no-cudnn-benchmark"]),
+        (["train", "--no-c"], ["--no-compile"]),
         (["jobs", "s"], ["submit", "sweep", "status"]),
         (
             ["jobs", "submit", "--no"],
             [
-                "--no-bind",
-                *("--no-change-batch-norm", "--no-compile", "--no-cudnn-benchmark"),
-                *("--no-decay", "--no-deterministic", "--no-dry-run"),
-                *("--no-resume", "--no-shard-optimizer", "--no-tf32", "--no-verify"),
+                *("--no-bind", "--no-compile", "--no-deterministic", "--no-dry-run"),
+                *("--no-resume", "--no-shard-optimizer", "--no-verify"),
                 *("--nodes", "--normalise"),
             ],
         ),

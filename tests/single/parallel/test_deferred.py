@@ -122,7 +122,7 @@ def test_a_bad_step_leaves_the_weights_and_is_told_later(
     "settings",
     [
         {"on_bad_step": "skip"},
-        {"gradient_limit": 1.0},
+        {"on_bad_step": "stop:1"},
         {"precision": "fp16"},
     ],
     ids=str,

@@ -265,8 +265,8 @@ def test_a_bad_component_is_found_after_a_change_too(
             "zb-h1 splits the backward, which --recompute does not allow: use 1f1b",
         ),
         (
-            ("--plan", "dp", "--memory-limit", 4),
-            "--memory-limit needs --plan auto or --plan adaptive: add it, or leave this out",
+            ("--plan", "auto:4"),
+            "--plan auto:4 is not valid: write auto:XGiB for X GiB per rank",
         ),
         (
             ("--plan", "auto", "--profile", "/nowhere/profile.json"),
@@ -284,8 +284,8 @@ def test_what_cannot_be_is_one_line(
 
 
 def test_one_rank_may_have_a_limit(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
-    common = (*RUN, "--data", small_set, "--plan", "auto", "--run", tmp_path / "run")
-    done = hvdtrain(*common, "--memory-limit", 8)
+    common = (*RUN, "--data", small_set, "--plan", "auto:8GiB", "--run", tmp_path / "run")
+    done = hvdtrain(*common)
     assert done.returncode == 0, done.stderr
     assert "chosen: single" in done.stdout
 
@@ -295,28 +295,28 @@ def test_a_run_that_used_more_than_its_limit_reports_it(
 ) -> None:
     """The profile is outdated: it claims that a process needs almost no memory."""
     profile = tmp_path / "profile.json"
-    common = (*RUN, "--data", small_set, "--plan", "auto", "--profile", profile, "--memory-limit")
-    done = hvdtrain(*common, 8, "--run", tmp_path / "within")
+    common = (*RUN, "--data", small_set, "--profile", profile, "--plan")
+    done = hvdtrain(*common, "auto:8GiB", "--run", tmp_path / "within")
     assert done.returncode == 0, done.stderr
     assert not events_of(tmp_path / "within", "fault")
     text = profile.read_text()
     changed = re.sub(r'"resident_bytes": ?\d+', '"resident_bytes": 1', text)
     assert changed != text
     profile.write_text(changed)
-    done = hvdtrain(*common, 0.1, "--run", tmp_path / "beyond")
+    done = hvdtrain(*common, "auto:0.1GiB", "--run", tmp_path / "beyond")
     assert done.returncode == 0, done.stderr
     (fault,) = events_of(tmp_path / "beyond", "fault")
     assert fault["cause"] == "memory limit"
-    excess = r"rank 0 used 0\.\d+ GiB, \d+\.\d% more than --memory-limit 0\.1: raise .*"
+    excess = r"rank 0 used 0\.\d+ GiB, \d+\.\d% more than --plan auto:0\.1GiB allows: raise .*"
     assert re.fullmatch(excess, fault["message"])
     assert fault["message"] in done.stdout
     # With a line for each step the excess shows in time.
-    done = hvdtrain(*common, 0.1, "--run", tmp_path / "ended", "--log-every", 1)
+    done = hvdtrain(*common, "auto:0.1GiB", "--run", tmp_path / "ended", "--log-every", 1)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert re.fullmatch(f"hvdtrain: {excess}; stopped after step [12], state saved: .*", line)
     assert events_of(tmp_path / "ended", "checkpoint")
-    done = hvdtrain(*common, 8, "--run", tmp_path / "ended", "--resume")
+    done = hvdtrain(*common, "auto:8GiB", "--run", tmp_path / "ended", "--resume")
     assert done.returncode == 0, done.stderr
     assert summary_of(tmp_path / "ended")["steps"] == 4
 
@@ -326,32 +326,32 @@ def test_a_run_that_used_a_little_more_than_its_limit_continues(
 ) -> None:
     profile = tmp_path / "profile.json"
     common = (
-        *(*RUN, "--data", small_set, "--plan", "auto", "--profile", profile),
-        *("--log-every", 1, "--memory-limit"),
+        *(*RUN, "--data", small_set, "--profile", profile),
+        *("--log-every", 1, "--plan"),
     )
-    done = hvdtrain(*common, 8, "--run", tmp_path / "within")
+    done = hvdtrain(*common, "auto:8GiB", "--run", tmp_path / "within")
     assert done.returncode == 0, done.stderr
     (peak,) = summary_of(tmp_path / "within")["peak_memory_bytes"]
     changed = re.sub(r'"resident_bytes": ?\d+', '"resident_bytes": 1', profile.read_text())
     profile.write_text(changed)
-    done = hvdtrain(*common, f"{peak / 1.07 / 2**30:.4f}", "--run", tmp_path / "more")
+    done = hvdtrain(*common, f"auto:{peak / 1.07 / 2**30:.4f}GiB", "--run", tmp_path / "more")
     assert done.returncode == 0, done.stderr
     assert [line["cause"] for line in events_of(tmp_path / "more", "fault")] == ["memory limit"]
     assert summary_of(tmp_path / "more")["steps"] == 4
 
 
 def test_nothing_fits_is_one_line(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
-    options = (*RUN, "--data", small_set, "--plan", "auto", "--ranks", 2, "--run", tmp_path / "r")
-    done = hvdtrain(*options, "--memory-limit", 0.1)
+    options = (*RUN, "--data", small_set, "--ranks", 2, "--run", tmp_path / "r")
+    done = hvdtrain(*options, "--plan", "auto:0.1GiB")
     assert done.returncode == 2
     assert done.stderr.startswith("hvdtrain: no plan fits: ")
-    assert "raise --memory-limit" in done.stderr
+    assert "raise the limit of --plan" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.proves(
-    "A rank stays below `--memory-limit`; where no plan fits, one line names the "
+    "A rank stays below the limit of `--plan auto:XGiB`; where no plan fits, one line names the "
     "component and what it lacks."
 )
 @pytest.mark.weekly
@@ -365,11 +365,11 @@ def test_what_a_limit_allows_is_not_exceeded(hvdtrain: Program, tmp_path: Path) 
     common += ("--ranks", 2, "--threads", 1, "--batch-size", 4096)
     common += ("--max-steps", 2, "--optimizer", "sgd")
     peaks: list[int] = []
-    for plan in (("dp",), ("auto", "--memory-limit")):
-        plan_options = (*plan, f"{0.85 * peaks[0] / 2**30:.3f}") if peaks else plan
-        done = hvdtrain(*common, "--plan", *plan_options, "--run", tmp_path / plan[0], cold=True)
+    for name in ("dp", "auto"):
+        plan = f"auto:{0.85 * peaks[0] / 2**30:.3f}GiB" if peaks else name
+        done = hvdtrain(*common, "--plan", plan, "--run", tmp_path / name, cold=True)
         assert done.returncode == 0, done.stderr
-        peaks.append(max(summary_of(tmp_path / plan[0])["peak_memory_bytes"]))
+        peaks.append(max(summary_of(tmp_path / name)["peak_memory_bytes"]))
     assert peaks[1] <= 0.85 * peaks[0]
 
 
@@ -394,8 +394,8 @@ def test_every_component_is_measured_in_every_way(model: str) -> None:
 
 
 def limited(limit_gib: float | None) -> Subject:
-    config = TrainConfig(model="cnn", data="", plan="auto", batch_size=512, threads=1)
-    config = replace(config, memory_limit=limit_gib).check()
+    plan = "auto" if limit_gib is None else f"auto:{limit_gib}GiB"
+    config = TrainConfig(model="cnn", data="", plan=plan, batch_size=512, threads=1).check()
     images = Images([0.5] * 3, [0.25] * 3, torch.device("cpu"), "fp32")
     return subject_of(config, models.components("cnn", 10, 32), 32, LABELS, images)
 

@@ -141,7 +141,7 @@ def test_ranks_and_mirrors_train_what_one_device_does(
     for name, ranks, plan in (("one", 1, "single"), ("three", 3, "dp"), ("two", 1, "mirrored:2")):
         run = tmp_path / name
         options: tuple[str, ...] = ("--precision", "fp64", "--plan", plan, "--holdout", "0.1")
-        options += ("--label-smoothing", "0.1", "--weight-decay", "0.1")
+        options += ("--loss", "cross-entropy:0.1", "--weight-decay", "0.1")
         summary = trained(hvdtrain, small_set, run, *options, ranks=ranks)
         assert summary["framework"] == "tensorflow"
         assert summary["devices_a_rank"] == (2 if name == "two" else 1)
@@ -264,7 +264,7 @@ def test_a_rank_that_hangs_ends_the_job(
 def test_a_gradient_above_the_limit_is_a_bad_step(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    done = hvdtrain(*command(small_set, tmp_path / "run", "--gradient-limit", 1e-6, ranks=1))
+    done = hvdtrain(*command(small_set, tmp_path / "run", "--on-bad-step", "stop:1e-6", ranks=1))
     assert done.returncode == 1, done.stderr
     assert ", above 1e-06, at step 1 (epoch 1): " in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -153,12 +153,12 @@ def test_gradients_above_the_limit_are_bad_and_their_largest_part_is_named(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     common = ("train", "--model", "cnn", "--data", small_set, "--ranks", 2, "--max-steps", 2)
-    done = hvdtrain(*common, "--run", tmp_path / "run", "--gradient-limit", 0.5)
+    done = hvdtrain(*common, "--run", tmp_path / "run", "--on-bad-step", "stop:0.5")
     assert done.returncode == 1
     assert "the norm of the gradients was " in done.stderr
     assert ", above 0.5, at step 1 (epoch 1): " in done.stderr
     assert "dense has the largest (" in done.stderr
-    done = hvdtrain(*common, "--run", tmp_path / "free", "--gradient-limit", 1e6)
+    done = hvdtrain(*common, "--run", tmp_path / "free", "--on-bad-step", "stop:1e6")
     assert done.returncode == 0, done.stderr
 
 

@@ -30,13 +30,13 @@ def test_an_emulated_run_takes_the_modelled_time_and_resumes(
     run, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     cluster.write_text(CLUSTER)
     options = ["train", "--model", "cnn", "--data", small_set, "--run", run, "--log-every", 2]
-    options += ["--ranks", 2, "--plan", "mp", "--batch-size", 32, "--emulate", cluster]
+    options += ["--ranks", 2, "--plan", "mp", "--batch-size", 32, "--emulate", f"{cluster}:10"]
     options += ["--image-size", 32]  # those of the data set have 16 pixels
     for steps, more in ((6, []), (10, ["--resume"])):
-        done = hvdtrain(*options, "--emulate-dilation", 10, "--max-steps", steps, *more)
+        done = hvdtrain(*options, "--max-steps", steps, *more)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.startswith(f"emulated on {cluster}: ")
-    done = hvdtrain(*options, "--emulate-dilation", 10, "--max-steps", 10, "--resume")
+    done = hvdtrain(*options, "--max-steps", 10, "--resume")
     assert done.stdout == f"{run} is done already\n", done.stderr
     summary = summary_of(run)
     emulated = summary["emulated"]
@@ -65,7 +65,7 @@ def test_an_emulated_run_takes_the_modelled_time_and_resumes(
         ({"holdout": 0.1}, "--holdout 0.1 is not supported with --emulate"),
         ({"verify": True}, "--verify is not supported with --emulate"),
         ({"device": "cuda"}, "--device cuda is not supported with --emulate"),
-        ({"emulate": None, "emulate_dilation": 2.0}, "--emulate-dilation needs --emulate"),
+        ({"emulate": "8-v100:0"}, "the real seconds per emulated second must be above 0"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(

@@ -37,7 +37,7 @@ def test_label_smoothing_is_torchs_in_training_and_absent_in_the_test(
     still = ("--lr", 1e-30, "--optimizer", "sgd")
     plain, end = run_of(hvdtrain, small_set, tmp_path / "plain", *still)
     smooth, smooth_end = run_of(
-        *(hvdtrain, small_set, tmp_path / "smooth", *still, "--label-smoothing", 0.3)
+        *(hvdtrain, small_set, tmp_path / "smooth", *still, "--loss", "cross-entropy:0.3")
     )
     # At the start the logits are near 0, and the smoothed loss is close to the plain one.
     assert all(a != b for a, b in zip(plain, smooth, strict=True))
@@ -97,15 +97,15 @@ def test_an_epoch_is_augmented_as_its_options_say(small_set: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"label_smoothing": 1.0}, "--label-smoothing must be 0 or more and below 1, not 1"),
+        (
+            {"loss": "cross-entropy:1"},
+            "--loss cross-entropy:1 is not valid: write cross-entropy:X",
+        ),
+        ({"loss": "cross-entropy:"}, "a label smoothing X of 0 or more and below 1"),
         ({"compile": True, "recompute": "all"}, "--compile is not supported with --recompute all"),
         (
             {"compile": True, "batch_norm": "sync"},
             "--compile is not supported with --batch-norm sync",
-        ),
-        (
-            {"deterministic": True, "cudnn_benchmark": True},
-            "--cudnn-benchmark is not supported with --deterministic",
         ),
         ({"precision": "fp16", "sync": "local:4"}, "fp16 is not supported with --sync local:4"),
         ({"precision": "fp16", "compress": "bf16"}, "--compress bf16, which does not send"),

@@ -61,45 +61,6 @@ def test_what_can_be_seen_before_ranks_are_started_is_refused_then(
         cli.run([*common, str(empty), "--resume", "auto", "--weights", str(weights)])
 
 
-def test_a_run_of_an_older_version_goes_on_as_it_began(
-    small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Old versions decayed all parameters, and included held-out images in the mean."""
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    common = ["train", "--model", "cnn", "--data", str(small_set), "--weight-decay", "0.5"]
-    common += ["--batch-size", "60", "--holdout", "0.3", "--run"]
-    older = ["--no-decay", "none", "--normalise", "split"]
-    assert cli.run([*common, str(whole), "--max-steps", "4", *older]) == 0
-    assert cli.run([*common, str(parted), "--max-steps", "2", *older]) == 0
-    saved = parted / "config.yaml"
-    text = saved.read_text().replace("normalise: split", "normalise: meanstd")
-    saved.write_text(text.replace("no_decay: none\n", ""))
-    capsys.readouterr()
-    for steps in ("3", "4"):
-        assert cli.run([*common, str(parted), "--max-steps", steps, "--resume"]) == 0
-        said = "resumed with the settings of the older version: --no-decay none --normalise split"
-        assert said in capsys.readouterr().out
-    assert summary_of(parted)["weights_sha256"] == summary_of(whole)["weights_sha256"]
-
-
-def test_an_older_run_whose_folder_is_lost_goes_on_as_it_began(
-    small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Once, the run was refused: its copies were restored only after the configuration check."""
-    run, disk = tmp_path / "run", tmp_path / "disk"
-    common = ["train", "--model", "cnn", "--data", str(small_set), "--weight-decay", "0.5"]
-    common += ["--run", str(run), "--replicate", str(disk)]
-    assert cli.run([*common, "--max-steps", "1", "--no-decay", "none"]) == 0
-    (copy,) = disk.glob("*/config.yaml")
-    copy.write_text(copy.read_text().replace("no_decay: none\n", ""))
-    shutil.rmtree(run)
-    capsys.readouterr()
-    assert cli.run([*common, "--max-steps", "2", "--resume"]) == 0
-    said = capsys.readouterr().out
-    assert "resumed with the settings of the older version: --no-decay none" in said
-    assert "resumed after step 1" in said
-
-
 def test_a_checkpoint_of_another_configuration_is_refused(
     small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

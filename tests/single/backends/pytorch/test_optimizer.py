@@ -12,7 +12,6 @@ from hvdtrain.backends.pytorch.optimizers import (
 from hvdtrain.backends.pytorch.state import restore_state, state_by_name
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.progress import learning_rate
-from hvdtrain.errors import UsageError
 
 
 def config(**values: Any) -> TrainConfig:
@@ -51,11 +50,6 @@ def test_a_line_falls_from_the_peak_to_zero_after_the_warm_up() -> None:
     assert seen[19] == seen[20] == 1.0
     assert seen[60] == pytest.approx(0.5)
     assert seen[-1] == pytest.approx(1 / 80)
-
-
-def test_a_kind_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(UsageError, match="--no-decay norms is not known: use some of norm,"):
-        config(no_decay="norms").check()
 
 
 @pytest.mark.proves(
