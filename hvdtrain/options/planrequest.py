@@ -1,5 +1,6 @@
 """Parse the text of `--plan` into one value per form."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -96,9 +97,9 @@ def is_adaptive(request: PlanRequest) -> bool:
 
 
 def _chosen(text: str) -> Chosen:
-    match = re.fullmatch(r"(auto|adaptive):(\d{0,9}(?:\.\d{1,9})?)GiB", text, re.IGNORECASE)
-    gib = float(match[2] or 0) if match else 0.0
-    if match is None or not gib:
+    match = re.fullmatch(r"(auto|adaptive):(\d+|\d*\.\d+)GiB", text, re.IGNORECASE)
+    gib = float(match[2]) if match else 0.0
+    if match is None or not 0 < gib < math.inf:
         raise UsageError(
             f"--plan {text} is not valid: write {text.partition(':')[0]}:XGiB for X GiB per rank"
         )

@@ -13,7 +13,7 @@ from hvdtrain.engine.dataset import as_modelled, index_for
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.models.find import find_function
 from hvdtrain.options.givenmodel import SEAMS
-from hvdtrain.options.optimisationoptions import SCHEDULES
+from hvdtrain.options.optimisationoptions import SCHEDULES, smoothing_of
 from hvdtrain.options.planrequest import Chosen, check_one_rank
 from hvdtrain.training.metrics import holds_run, no_run
 
@@ -46,8 +46,9 @@ def check_seams(config: TrainConfig) -> None:
         UsageError: if one is missing, or is not what the option takes.
     """
     for name in SEAMS:
-        if ":" in getattr(config, name):
-            find_function(getattr(config, name), name)
+        reference = getattr(config, name)
+        if ":" in reference and smoothing_of(reference) is None:
+            find_function(reference, name)
     if config.callback:
         from hvdtrain.training.callbacks import callback_class
 

@@ -31,7 +31,7 @@ def script(hvdtrain: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["tr"], ["train"]),
         (["train", "--prec"], ["--precision"]),
-        (["train", "--precision", ""], ["fp32", "bf16", "fp16", "fp64", "auto"]),
+        (["train", "--precision", ""], ["fp32", "tf32", "bf16", "fp16", "fp64", "auto"]),
         (["train", "--compile", "--prec"], ["--precision"]),
         (["train", "--no-c"], ["--no-compile"]),
         (["jobs", "s"], ["submit", "sweep", "status"]),
