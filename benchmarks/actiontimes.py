@@ -140,9 +140,9 @@ class _Unreduced(Gradients):
         """Return nothing: nothing is sent."""
         return {}
 
-    def trained(self) -> Mapping[str, nn.Parameter]:
+    def updated(self) -> Mapping[str, nn.Parameter]:
         """Return what the optimizer updates."""
-        return self.gradients.trained()
+        return self.gradients.updated()
 
 
 def _runtime_alone(runtime: Runtime) -> Runtime:

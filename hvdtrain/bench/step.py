@@ -32,10 +32,9 @@ from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.output import PROFILER_REMARKS, without
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.costs import component_costs
-from hvdtrain.parallel.runtime import TRANSFERS
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
 from hvdtrain.parallel.step import Step, read_later
-from hvdtrain.plan.actions import COMPUTE
+from hvdtrain.plan.actions import COMMUNICATION, COMPUTE
 from hvdtrain.plan.marks import StepMarks
 from hvdtrain.planner.chain import Chain, Link, without_gathering
 
@@ -235,7 +234,7 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
         busy = step_seconds.spent
         totals["data"] += loaded - began
         totals["compute"] += sum(busy[kind] for kind in (*COMPUTE, "LOAD", "STEP"))
-        totals["communication"] += sum(busy[kind] for kind in TRANSFERS)
+        totals["communication"] += sum(busy[kind] for kind in COMMUNICATION)
         totals["communication"] += step_seconds.exposed + step_seconds.transfer
         totals["bubble"] += step_seconds.bubble
     spent = {name: total / count for name, total in totals.items()}

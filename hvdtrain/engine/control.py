@@ -39,7 +39,7 @@ class Vitals(NamedTuple):
 
     Attributes:
         seconds: duration of the step, with the wait for its data.
-        own_seconds: `seconds` without the wait for other ranks.
+        own_seconds: `seconds` without the wait for other ranks, which is known once it is sent.
         data_seconds: the wait for its data.
         memory_bytes: resident set, or memory allocated on the GPU; with a memory limit, its peak
             if a step has reached that.

@@ -17,7 +17,7 @@ from hvdtrain.options.nearest import nearest
 from hvdtrain.options.optimisationoptions import (
     LOSSES,
     OPTIMIZERS,
-    SCHEDULES,
+    RATE_SCHEDULES,
 )
 from hvdtrain.options.planrequest import (
     Mirrored,
@@ -37,7 +37,7 @@ LIMITS = {
 BUILT_IN = {
     "loss": LOSSES,
     "optimizer": OPTIMIZERS,
-    "lr_schedule": SCHEDULES,
+    "lr_schedule": RATE_SCHEDULES,
     "augment": AUGMENTATIONS,
 }
 MOST_RANKS = 2**20  # upper bound where only the launcher knows the number of ranks

@@ -9,7 +9,7 @@ from hvdtrain.options.givenmodel import Model
 
 Seam = Model  # a name on the command line, or any function in Python
 OPTIMIZERS = ("sgd", "adam", "adamw")
-SCHEDULES = ("constant", "cosine", "linear", "step")
+RATE_SCHEDULES = ("constant", "cosine", "linear", "step")
 CROSS_ENTROPY = "cross-entropy"
 LOSSES = (CROSS_ENTROPY, "pixel-cross-entropy", "mse", "l1", "binary-cross-entropy")
 

@@ -22,12 +22,10 @@ from hvdtrain.parallel.boundary import Boundaries
 from hvdtrain.parallel.dropout import Draws
 from hvdtrain.parallel.stage import Images, Part
 from hvdtrain.parallel.step import Step, UpdateRule, copied_buffers, restore_buffers, update
-from hvdtrain.plan.actions import RECEIPTS, SENDS
+from hvdtrain.plan.actions import COMMUNICATION
 from hvdtrain.plan.marks import Act
 from hvdtrain.plan.program import Task
 from hvdtrain.plan.trace import Event
-
-TRANSFERS = (*SENDS, *RECEIPTS, "REDUCE")
 
 
 @dataclass(frozen=True)
@@ -315,7 +313,7 @@ class Runtime:
     def _events(self, task: Task, start: float, waiting: float) -> list[Event]:
         """Return the events of a task that has just run, its wait apart."""
         middle, end = start + waiting, time.perf_counter()
-        kind = "communication" if task.action.kind in TRANSFERS else "compute"
+        kind = "communication" if task.action.kind in COMMUNICATION else "compute"
         wait = [Event(self.rank, task.action, start, middle, "wait")] if waiting > 0 else []
         return [*wait, Event(self.rank, task.action, middle, end, kind)]
 

@@ -131,7 +131,7 @@ def update(
     """
     part = parts[stage]
     is_bad = False
-    if rule.defers and _has_momentum(part):
+    if rule.defers and _may_defer(part):
         _defer(rule, part, step)
     elif not rule.needs_norm:
         _finish(part, step)
@@ -144,7 +144,7 @@ def update(
     if not is_bad:
         if part.optimizer is not None:
             part.optimizer.step()
-        part.gradients.accept()
+        part.gradients.after_update()
     part.gradients.zero()
 
 
@@ -190,7 +190,7 @@ def _judge(
     step.is_finished = True
 
 
-def _has_momentum(part: Part) -> bool:
+def _may_defer(part: Part) -> bool:
     """Return whether the optimizer's kernels leave no memory unset when they leave out an update.
 
     Those of SGD allocate the momentum in the first step, and do not fill it if that is bad.

@@ -42,7 +42,8 @@ class Action(NamedTuple):
             rank waits for the completion of its SENDs in its STEPs.
 
     Per stage:
-        REDUCE: start the sum of the gradients over the replicas, once they are complete.
+        REDUCE: start those sums of gradients over the replicas that the last backward has not
+            started; they are complete then.
         STEP: wait for that sum and update.
     """
 

@@ -82,7 +82,8 @@ class Program:
     Attributes:
         cut: of the batch.
         tasks: in order.
-        completing: the last backward of each stage.
+        completing: the last backward of each stage; sums start during it if it is a B, and after
+            it if it is a W.
         shares: this rank's share of the batch, by stage.
         images: the range of each micro-batch in this rank's images.
         labels: the range of each micro-batch in this rank's labels.

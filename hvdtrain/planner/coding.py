@@ -112,7 +112,7 @@ def coding_of(
         sent, travelling = now(device), collectives.seconds
         sums.finish(bucket, handle)
         received, travelled = now(device), collectives.seconds
-        sums.accept()
+        sums.after_update()
         return sent - started - travelling, received - sent - (travelled - travelling)
 
     state = torch.get_rng_state()

@@ -49,7 +49,7 @@ class Meetings(Kept):
         """Agree now: before an evaluation, and at the end of the run."""
         return
 
-    def agreed(self) -> Mapping[str, Tensor]:
+    def averages(self) -> Mapping[str, Tensor]:
         """Return what all replicas would hold if they agreed now, by the names of a checkpoint.
 
         Checkpoints hold these tensors instead of those of one replica; tensors in which replicas
@@ -63,7 +63,7 @@ class Meetings(Kept):
 
 
 @dataclass
-class Trained:
+class SampleCount:
     """Count of the samples that a replica has trained on without the others since the start."""
 
     samples: int = 0
@@ -92,7 +92,7 @@ class Apart(Meetings, ABC):
         self,
         replica: Replica,
         collectives: Collectives,
-        trained: Trained,
+        trained: SampleCount,
         request: Local | DiLoCo | Elastic,
     ) -> None:
         self.replica, self.collectives, self.trained = replica, collectives, trained
@@ -161,7 +161,7 @@ class Apart(Meetings, ABC):
         self.copies.finish()
 
     @torch.no_grad()
-    def agreed(self) -> dict[str, Tensor]:
+    def averages(self) -> dict[str, Tensor]:
         """Return the averages for a checkpoint by name; empty if replicas do not differ.
 
         Collective among the replicas.

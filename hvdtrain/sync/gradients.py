@@ -54,10 +54,11 @@ class Gradients(Kept, Protocol):
     def verdict(self) -> Tensor | None:
         """Return 1.0 on the device if a gradient is not finite, else 0.0; None without any."""
 
-    def accept(self) -> None:
-        """Count the step, after its update of the weights. Collective among the replicas.
+    def after_update(self) -> None:
+        """Complete the update of the weights. Collective among the replicas.
 
-        Not called for a step that is left out, or computed again only to explain it.
+        Not called after a step that the host leaves out, or computes again only to explain it; but
+        called where the device leaves one out by itself, after which the run ends.
         """
         return
 
@@ -67,19 +68,19 @@ class Gradients(Kept, Protocol):
     def counted(self) -> Mapping[str, float]:
         """Return what this rank has counted since the start, by name, such as bytes sent."""
 
-    def trained(self) -> Mapping[str, nn.Parameter]:
+    def updated(self) -> Mapping[str, nn.Parameter]:
         """Return what this rank's optimizer updates, by the name of the parameter."""
 
     def reduced(self) -> list[Tensor]:
         """Return the sums that this rank's optimizer uses; not copies."""
-        return [value.grad for value in self.trained().values() if value.grad is not None]
+        return [value.grad for value in self.updated().values() if value.grad is not None]
 
     def gather(self) -> None:
         """Give each parameter its whole sum, after `finish`. Collective among the replicas."""
         return
 
     def whole_state(self, state: State, names: Collection[str]) -> State:
-        """Return the state of whole parameters for that of `trained`. Collective among replicas.
+        """Return the state of whole parameters for that of `updated`. Collective among replicas.
 
         Args:
             state: the optimizer's tensors by the name of the parameter and key.
@@ -88,7 +89,7 @@ class Gradients(Kept, Protocol):
         return {name: state[name] for name in names if name in state}
 
     def local_state(self, name: str, key: str, value: Tensor) -> Tensor:
-        """Return the part of a tensor of the state that belongs to `trained`.
+        """Return the part of a tensor of the state that belongs to `updated`.
 
         Args:
             value: of the whole parameter.
@@ -133,7 +134,7 @@ class SerialGradients(Gradients):
         """Return nothing: this rank sends no gradients."""
         return {}
 
-    def trained(self) -> Mapping[str, nn.Parameter]:
+    def updated(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters."""
         return self.named
 
@@ -173,7 +174,7 @@ class Sums(Kept, Protocol):
     def finish(self, bucket: Bucket, handle: Any) -> None:
         """Return once the bucket holds the sum, the same bits on all replicas."""
 
-    def accept(self) -> None:
+    def after_update(self) -> None:
         """Count the last sum of every bucket: they go into the weights."""
         return
 
@@ -293,9 +294,9 @@ class ReplicatedGradients(Gradients):
         """Return whether a gradient or a statistic is not finite."""
         return infinite([bucket.flat for bucket in self.buckets])
 
-    def accept(self) -> None:
+    def after_update(self) -> None:
         """Continue with what the sums keep from this step."""
-        self.sums.accept()
+        self.sums.after_update()
 
     def zero(self) -> None:
         """Set every gradient to zero, in place."""
@@ -306,7 +307,7 @@ class ReplicatedGradients(Gradients):
         """Return what the sums have counted."""
         return self.sums.counted()
 
-    def trained(self) -> Mapping[str, nn.Parameter]:
+    def updated(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters."""
         return self.named
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 from hvdtrain.options.syncrequest import DiLoCo, Elastic, Local
 from hvdtrain.plan.cut import Share
 from hvdtrain.plan.marks import Reduction
-from hvdtrain.sync.apart import Apart, Trained, weighted_average
+from hvdtrain.sync.apart import Apart, SampleCount, weighted_average
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Gradients, SerialGradients
 from hvdtrain.sync.states import MODEL, Replica, Shapes
@@ -29,7 +29,7 @@ class LocalGradients(SerialGradients):
         trained: counts the samples.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], trained: Trained) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], trained: SampleCount) -> None:
         super().__init__(parameters)
         self.count = trained
 
@@ -87,13 +87,13 @@ class SwitchedGradients(Gradients):
         """Return whether a gradient is not finite."""
         return self.current.verdict()
 
-    def trained(self) -> Mapping[str, nn.Parameter]:
+    def updated(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters."""
-        return self.local.trained()
+        return self.local.updated()
 
-    def accept(self) -> None:
+    def after_update(self) -> None:
         """Count the step."""
-        self.current.accept()
+        self.current.after_update()
 
     def zero(self) -> None:
         """Reset the gradients."""
@@ -132,7 +132,7 @@ class LocalMeetings(Apart):
         self,
         replica: Replica,
         collectives: Collectives,
-        trained: Trained,
+        trained: SampleCount,
         request: Local,
         gradients: SwitchedGradients | None = None,
     ) -> None:
@@ -313,9 +313,9 @@ class ElasticMeetings(Apart):
         self.differ = False
 
     @override
-    def agreed(self) -> dict[str, Tensor]:
+    def averages(self) -> dict[str, Tensor]:
         """Return the centre, and the averages of all else, by name."""
-        agreed = super().agreed()
+        agreed = super().averages()
         if self.differ and self.centre is not None:
             agreed |= {f"{MODEL}{name}": value for name, value in self.centre.items()}
         return agreed

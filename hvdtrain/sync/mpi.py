@@ -33,7 +33,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass
-class Operation:
+class InFlight:
     """An operation in flight.
 
     Attributes:
@@ -79,25 +79,25 @@ class MPICollectives:
         for name in names:
             self._communicator(name)
 
-    def all_reduce(self, tensor: Tensor, name: str) -> Operation:
+    def all_reduce(self, tensor: Tensor, name: str) -> InFlight:
         """Start a sum in place."""
         self.sent_bytes += traffic.Operation("all_reduce", tensor.nbytes).sent_bytes(self.size)
         host = _without_gaps(tensor)
         request = self._communicator(name).Iallreduce(
             self._mpi.IN_PLACE, self._buffer(host), self._sum(host.dtype)
         )
-        return Operation(request, tensor, host)
+        return InFlight(request, tensor, host)
 
-    def all_gather(self, tensor: Tensor, name: str) -> Operation:
+    def all_gather(self, tensor: Tensor, name: str) -> InFlight:
         """Start to gather the replicas' tensors, each as one row."""
         self.sent_bytes += traffic.Operation("all_gather", tensor.nbytes).sent_bytes(self.size)
         row = _without_gaps(tensor)
         rows = device.new_host(tensor, (self.size, *row.shape))
         request = self._communicator(name).Iallgather(_bytes(row), _bytes(rows))
         result = device.new_target(rows, tensor)
-        return Operation(request, result, rows, [row])
+        return InFlight(request, result, rows, [row])
 
-    def reduce_scatter(self, tensor: Tensor, name: str) -> Operation:
+    def reduce_scatter(self, tensor: Tensor, name: str) -> InFlight:
         """Start to sum, each replica for its slice."""
         self.sent_bytes += traffic.Operation("reduce_scatter", tensor.nbytes).sent_bytes(self.size)
         whole, length = _without_gaps(tensor), tensor.numel() // self.size
@@ -106,16 +106,16 @@ class MPICollectives:
             self._buffer(whole), self._buffer(part), self._sum(whole.dtype)
         )
         result = device.new_target(part, tensor)
-        return Operation(request, result, part, [whole])
+        return InFlight(request, result, part, [whole])
 
-    def all_to_all(self, tensor: Tensor, name: str) -> Operation:
+    def all_to_all(self, tensor: Tensor, name: str) -> InFlight:
         """Start to send each replica its slice."""
         self.sent_bytes += traffic.Operation("all_to_all", tensor.nbytes).sent_bytes(self.size)
         whole = _without_gaps(tensor).view(self.size, -1)
         rows = device.new_host(tensor, whole.shape)
         request = self._communicator(name).Ialltoall(_bytes(whole), _bytes(rows))
         result = device.new_target(rows, tensor)
-        return Operation(request, result, rows, [whole])
+        return InFlight(request, result, rows, [whole])
 
     def progress(self) -> None:
         """Enter the MPI library, which works on all operations in flight only inside of calls.
@@ -127,7 +127,7 @@ class MPICollectives:
         assert communicator is not None
         communicator.Iprobe()  # a question without effect
 
-    def wait(self, handle: Operation) -> Tensor:
+    def wait(self, handle: InFlight) -> Tensor:
         """Return the result of an operation; the wait leaves the core to others."""
         wait_until(handle.is_over)
         device.stage_in(handle.host, handle.result)

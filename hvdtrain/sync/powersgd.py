@@ -119,9 +119,9 @@ class PowerSums(CompressedSums):
             ]
         self._receive_factors(residual, columns)
 
-    def accept(self) -> None:
+    def after_update(self) -> None:
         """Count the step, and continue with its residuals and factors."""
-        super().accept()
+        super().after_update()
         for matrix in self._matrices():
             matrix.factor = matrix.factor if matrix.following is None else matrix.following
             matrix.following = None

@@ -55,7 +55,7 @@ class Residual:
         self.is_pending = True
         return torch.add(self.gradients, self.current, out=self.following)
 
-    def accept(self) -> None:
+    def after_update(self) -> None:
         """Continue with the residual of the last step."""
         if self.is_pending:
             self.current, self.following = self.following, self.current
@@ -127,11 +127,11 @@ class CompressedSums(Sums, abc.ABC):
         else:
             self.exact.finish(bucket, handle)
 
-    def accept(self) -> None:
+    def after_update(self) -> None:
         """Count the step, and continue with its residuals."""
         self.steps += 1
         for residual in self.residuals.values():
-            residual.accept()
+            residual.after_update()
 
     def counted(self) -> Mapping[str, float]:
         """Return the bytes that this rank has sent, and the norm of its current residuals."""

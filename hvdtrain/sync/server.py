@@ -212,7 +212,7 @@ class Server(Meetings):
         self._waiting.meetings.clear()
         self.differ = False
 
-    def agreed(self) -> dict[str, Tensor]:
+    def averages(self) -> dict[str, Tensor]:
         """Meet for a checkpoint, which holds the servers' weights; return nothing else."""
         self.meet()
         return {}

@@ -145,7 +145,7 @@ class ShardedGradients(ReplicatedGradients):
             if span.parameter.data_ptr() != flat.data_ptr() + span.start * flat.element_size():
                 span.parameter.data = span.of(flat).copy_(span.parameter)
 
-    def trained(self) -> Mapping[str, nn.Parameter]:
+    def updated(self) -> Mapping[str, nn.Parameter]:
         """Return the pieces."""
         return self.pieces
 
@@ -160,7 +160,7 @@ class ShardedGradients(ReplicatedGradients):
         """Copy the slices of the sums to all replicas."""
         self._exchange("whole", {bucket.name: bucket.flat for bucket in self._divided()})
 
-    def accept(self) -> None:
+    def after_update(self) -> None:
         """Copy the updated slices of the weights to all replicas."""
         self._exchange("weights", self.weights)
 

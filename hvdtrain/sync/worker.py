@@ -78,7 +78,7 @@ class PushedGradients(SerialGradients):
         return self.shared.counted() if self.shared is not None else {}
 
     @override
-    def trained(self) -> Mapping[str, nn.Parameter]:
+    def updated(self) -> Mapping[str, nn.Parameter]:
         """Return nothing: the servers update the weights."""
         return {}
 
@@ -220,7 +220,7 @@ class Worker(Meetings):
             self.statistics.agree(self.samples)
         self.samples, self.differ = 0, False
 
-    def agreed(self) -> dict[str, Tensor]:
+    def averages(self) -> dict[str, Tensor]:
         """Meet for a checkpoint, which holds the servers' weights; return nothing else."""
         self.meet()
         return {}

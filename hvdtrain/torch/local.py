@@ -10,7 +10,7 @@ from typing_extensions import override
 from hvdtrain.errors import UsageError
 from hvdtrain.options.syncrequest import CompressRequest, Exact, Local, parse_sync_request
 from hvdtrain.plan.cut import Share
-from hvdtrain.sync.apart import Trained
+from hvdtrain.sync.apart import SampleCount
 from hvdtrain.sync.collectives import Alone
 from hvdtrain.sync.gradients import ExactSums, ReplicatedGradients
 from hvdtrain.sync.groups import collectives_of
@@ -53,7 +53,7 @@ class LocalReduction(Reduction):
         period: int,
     ) -> None:
         super().__init__(number, parameters, others, state)
-        self.optimizer, self.period, self.trained = optimizer, period, Trained()
+        self.optimizer, self.period, self.trained = optimizer, period, SampleCount()
         self.share = Share(0.0, False)
         everybody = tuple(range(state.place.size))
         collectives = collectives_of(

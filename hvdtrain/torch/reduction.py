@@ -77,7 +77,7 @@ class Reduction(Kept):
         # A GradScaler leaves out a step with infinities.
         if all(group.are_finite() for group in self.groups):
             for group in self.groups:
-                group.accept()
+                group.after_update()
 
     def saved(self) -> dict[str, Tensor]:
         """Return what this rank's sums keep from step to step, by name."""
@@ -265,9 +265,9 @@ class WeightedSums(Sums):
         """Wait for the sum."""
         self.sums.finish(bucket, handle)
 
-    def accept(self) -> None:
+    def after_update(self) -> None:
         """Count the step."""
-        self.sums.accept()
+        self.sums.after_update()
 
     def counted(self) -> Mapping[str, float]:
         """Return what the sums have counted."""

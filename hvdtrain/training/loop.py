@@ -325,7 +325,7 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
         seconds = ended - run.step_ended - data_seconds
     run.step_ended = ended
     vitals = _vitals(run, seconds, data_seconds)
-    with run.activity.doing("agreeing with all ranks on the step before"):
+    with run.activity.doing("agreeing with all ranks on an earlier step"):
         agreed, outcomes = run.control.post(pending, _flags(run), vitals)
     run.count(outcomes)
     return agreed

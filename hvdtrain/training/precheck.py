@@ -13,7 +13,7 @@ from hvdtrain.engine.dataset import as_modelled, index_for
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.models.find import find_function
 from hvdtrain.options.givenmodel import SEAMS
-from hvdtrain.options.optimisationoptions import SCHEDULES, smoothing_of
+from hvdtrain.options.optimisationoptions import RATE_SCHEDULES, smoothing_of
 from hvdtrain.options.planrequest import Chosen, check_one_rank
 from hvdtrain.training.metrics import holds_run, no_run
 
@@ -54,7 +54,7 @@ def check_seams(config: TrainConfig) -> None:
 
         for reference in config.callback:
             callback_class(reference)
-    if config.lr_schedule not in SCHEDULES:
+    if config.lr_schedule not in RATE_SCHEDULES:
         from hvdtrain.engine.progress import rate_factor
 
         for done in (0.0, 0.5, 1.0):

@@ -78,7 +78,7 @@ class Replica:
         self.gradients.start(share)
         self.gradients.finish()
         if accepts:
-            self.gradients.accept()
+            self.gradients.after_update()
 
     def fill(self, number: int) -> Share:
         """Draw the gradients of this replica, weighted by its unequal share; return the share."""

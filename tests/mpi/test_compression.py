@@ -64,8 +64,8 @@ def test_what_is_sent_and_what_is_kept_are_the_gradient(world: World, method: st
 
 
 class ForgetsResiduals(TopKSums):
-    def accept(self) -> None:
-        super().accept()
+    def after_update(self) -> None:
+        super().after_update()
         for residual in self.residuals.values():
             residual.current.zero_()
 

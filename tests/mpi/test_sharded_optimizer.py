@@ -247,7 +247,7 @@ def test_a_replica_without_elements_takes_part(world: World, kind: Any) -> None:
     gradients = ShardedGradients({"weight": weight}, {}, states, collectives)
     assert gradients.pieces["weight"].numel() == (world.rank == 0)
     settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-    trained = list(gradients.trained().values())
+    trained = list(gradients.updated().values())
     optimizer = kind(trained, lr=0.1, fused=True, **settings)
     for _ in range(2):
         assert weight.grad is not None
@@ -256,11 +256,11 @@ def test_a_replica_without_elements_takes_part(world: World, kind: Any) -> None:
         gradients.finish()
         assert gradients.are_finite()
         optimizer.step()
-        gradients.accept()
+        gradients.after_update()
         gradients.zero()
     assert len(set(world.gather(weight.item()))) == 1
     assert weight.item() < 1.9
-    state = state_by_name(optimizer, gradients.trained())
+    state = state_by_name(optimizer, gradients.updated())
     whole = world.gather(
         {
             key: value.tolist()

@@ -22,7 +22,7 @@ from hvdtrain.options.syncrequest import (
 )
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync.apart import Meetings, Trained
+from hvdtrain.sync.apart import Meetings, SampleCount
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
@@ -111,7 +111,7 @@ def _start_horovod(
 
 
 def stage_gradients(
-    config: TrainConfig, model: StageModel, group: Group | None, trained: Trained
+    config: TrainConfig, model: StageModel, group: Group | None, trained: SampleCount
 ) -> Gradients:
     """Return the gradients of a stage.
 
@@ -142,7 +142,7 @@ def _summed(config: TrainConfig, model: StageModel, collectives: Collectives) ->
 
 
 def stage_meetings(
-    config: TrainConfig, part: Part, group: Group | None, trained: Trained
+    config: TrainConfig, part: Part, group: Group | None, trained: SampleCount
 ) -> Meetings:
     """Return the meetings of a stage's replicas; arguments as of `stage_gradients`."""
     request = config.sync_request

@@ -21,7 +21,7 @@ from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.planfile import recomputed_components
-from hvdtrain.sync.apart import Trained
+from hvdtrain.sync.apart import SampleCount
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
 from hvdtrain.sync.messages import Wire
@@ -64,12 +64,12 @@ def build_parts(
     groups = open_groups(config, plan, models, world, device)
     parts: dict[int, Part] = {}
     for number, model in models.items():
-        group, trained = groups.get(number), Trained()
+        group, trained = groups.get(number), SampleCount()
         gradients = stage_gradients(config, model, group, trained)
         part = parts[number] = Part(
             model,
             gradients,
-            stage_optimizer(config, model, gradients.trained()),
+            stage_optimizer(config, model, gradients.updated()),
             is_first_replica=world.rank == plan.stages[number].ranks[0],
             synchronised=number in synchronised,
         )

@@ -116,7 +116,7 @@ class TorchState(State):
     @override
     def share(self) -> dict[str, np.ndarray]:
         # First: a replica without samples gets the optimizer's state that the others have.
-        averages = [part.meetings.agreed() for part in self.parts.values()]
+        averages = [part.meetings.averages() for part in self.parts.values()]
         share = local_share(self.plan, self.parts, self.world.rank)
         for agreed in averages:
             share |= {name: agreed[name] for name in share.keys() & agreed.keys()}
@@ -135,7 +135,7 @@ class TorchState(State):
             if part.optimizer is None or not was_updated:
                 continue  # an optimizer has no state before its first update
             parameters = part.model.parameters()
-            for name in part.gradients.trained():
+            for name in part.gradients.updated():
                 prefix = f"{OPTIMIZER}{name}/"
                 if self.config.optimizer not in OPTIMIZERS:  # only it knows its state
                     expected |= {k: form for k, form in saved.items() if k.startswith(prefix)}
@@ -210,7 +210,7 @@ def named_state(part: Part, names: Collection[str]) -> dict[str, dict[str, Tenso
     """
     state: Mapping[str, Mapping[str, Tensor]] = {}
     if part.optimizer is not None:
-        local_state = state_by_name(part.optimizer, part.gradients.trained())
+        local_state = state_by_name(part.optimizer, part.gradients.updated())
         state = part.gradients.whole_state(local_state, names)
     return {
         name: {f"{MODEL}{name}": tensor}
@@ -229,7 +229,7 @@ def put_arrays(parts: Mapping[int, Part], arrays: Mapping[str, np.ndarray]) -> N
         part.model.put_extra(extra)
         if part.optimizer is None:
             continue
-        parameters = part.gradients.trained()
+        parameters = part.gradients.updated()
         states = {
             name: {
                 key: part.gradients.local_state(name, key, value)

@@ -29,7 +29,7 @@ def test_a_single_replica_adds_once_what_several_have_left_out() -> None:
         layer(torch.ones(1, 3)).sum().backward()
         gradients.start(Share(1.0, True))
         gradients.finish()
-        gradients.accept()
+        gradients.after_update()
         assert layer.weight.grad is not None
         received.append(float(layer.weight.grad[0, 0]))
     assert received == [1.0, 3.0, 1.0], "exact, then with the residuals, then nothing is left"
