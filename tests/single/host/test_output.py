@@ -119,7 +119,7 @@ def test_names_that_cannot_be_are_refused_in_one_line(
     common = ("train", "--model", "cnn", "--data", small_set, "--max-steps", 1)
     long, deep = tmp_path / ("x" * 300), tmp_path / "/".join(["y" * 200] * 25)
     for command, words in (
-        ((*common, "--run", long), "File name too long: use names"),
+        ((*common, "--run", long), "File name too long: choose another --run"),
         ((*common, "--trace", deep, "--run", tmp_path / "run"), "File name too long: use names"),
         (("data", "info", long), "File name too long: use names"),
         ((*common, "--run", os.fsdecode(b"u\xff")), "'u\\udcff' is not UTF-8 text: rename it"),
