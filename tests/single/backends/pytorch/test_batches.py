@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs.submit import check_runs
+from hvdtrain.training.precheck import check_before_submission
 from tests.conftest import Program
 from tests.single.training.jobs import summary_of
 
@@ -64,8 +64,8 @@ def test_it_is_refused_in_one_line(
 def test_it_is_refused_before_it_waits_in_a_queue(small_set: Path, model: str) -> None:
     config = TrainConfig(model=f"{MODELS}:{model}", data=str(small_set), batch_size=100)
     with pytest.raises(UsageError, match="cannot take 1 sample at once, its part of a batch of 1"):
-        check_runs([config])
-    check_runs([replace(config, holdout=0.1)])  # 541 images
+        check_before_submission([config])
+    check_before_submission([replace(config, holdout=0.1)])  # 541 images
 
 
 @pytest.mark.parametrize(
