@@ -19,6 +19,7 @@ from typing import Any
 from hvdtrain.config import TrainConfig
 from hvdtrain.host.harmless import as_csv, read_mapping
 from hvdtrain.options.givenmodel import beside
+from hvdtrain.options.older import folded
 from hvdtrain.study.runs import Arm, run_all
 from hvdtrain.study.statistics import difference, markdown_table, number
 
@@ -39,7 +40,7 @@ def main() -> None:
     """Train the variants and print their accuracies."""
     options = _options()
     file = Path(options.recipe)
-    values = beside(read_mapping(file, "recipe"), file.parent)
+    values = beside(folded(read_mapping(file, "recipe")), file.parent)
     recipe = TrainConfig(**values | {"data": options.data})
     if options.epochs is not None:
         share = options.epochs / (recipe.epochs or options.epochs)

@@ -43,7 +43,7 @@ def train(config: TrainConfig, callbacks: "Callback | Sequence[Callback]" = ()) 
             f"train runs in this process, which has one rank: start the script with mpirun -np "
             f"{config.ranks}, or call hvdtrain.notebook_launch(function, ranks={config.ranks})"
         )
-    if config.restarts:
+    if config.restart_request.most:
         raise UsageError(
             "restarts is for the command line, whose launcher starts the ranks again: leave it "
             'out, and continue a run with resume="auto"'

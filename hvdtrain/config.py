@@ -11,7 +11,7 @@ from typing import Any, Literal
 from hvdtrain.options.checks import check_values
 from hvdtrain.options.deviceoptions import DeviceOptions
 from hvdtrain.options.emulateoptions import EmulateOptions
-from hvdtrain.options.faultrequest import BadStep, parse_bad_step
+from hvdtrain.options.faultrequest import BadStep, Restarts, parse_bad_step, parse_restarts
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Group, Rule, option
 from hvdtrain.options.givenmodel import Model, ModelInConfig
 from hvdtrain.options.imageoptions import ImageOptions
@@ -259,11 +259,11 @@ class TrainConfig(
     )
     restarts: int | str = option(
         0,
-        "restart from the last checkpoint after a rank failed, up to N times; N:RANKS: each time "
-        "with one rank fewer, down to RANKS",
+        "restart from the last checkpoint after a rank failed, up to N times; N,min-ranks=M: "
+        "each time with one rank fewer, down to M",
         Group.FAULTS,
         Rule.FIRST | Rule.ON_RESUME | Rule.NOT_COMPARED,
-        "N[:RANKS]",
+        "N[,min-ranks=M]",
     )
     on_alert: str | None = option(
         None,
@@ -314,6 +314,11 @@ class TrainConfig(
     def bad_step(self) -> BadStep:
         """Return the parsed value of --on-bad-step."""
         return parse_bad_step(self.on_bad_step)
+
+    @property
+    def restart_request(self) -> Restarts:
+        """Return the parsed value of --restarts."""
+        return parse_restarts(self.restarts)
 
     def total_samples(self, epoch_length: int) -> int:
         """Return the samples that the whole run consumes: the lesser by epochs and by steps."""

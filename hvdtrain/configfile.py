@@ -12,7 +12,8 @@ from hvdtrain.options.deviceoptions import AUTO_PRECISION, FixedPrecision
 from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.options.fields import Rule, flag
 from hvdtrain.options.givenmodel import SEAMS, is_same_code
-from hvdtrain.options.older import completed, folded, instead, lost
+from hvdtrain.options.older import completed, lost
+from hvdtrain.options.optimisationoptions import smoothing_of
 from hvdtrain.options.syncrequest import parse_compress_request, parse_sync_request
 
 # A run may resume with other values of these: they decide where, how and how long it runs. In the
@@ -76,8 +77,7 @@ def differences(
     if AUTO_PRECISION in (old.get("precision"), new.precision):
         may_change = may_change | {"precision"}
     removed = [
-        f"{name} was {value!r}, which this version has no option for"
-        + (f": {instead(name)}" if instead(name) else "")
+        f"{name} was {value!r}, which this version cannot continue"
         for name, value in lost(old).items()
     ]
     return removed + [
@@ -92,6 +92,7 @@ PARSED: dict[str, Callable[[str], Any]] = {
     "sync": parse_sync_request,
     "compress": parse_compress_request,
     "emulate": lambda text: parse_emulate(text)[0],  # at any speed
+    "loss": lambda text: text if (part := smoothing_of(text)) is None else part,
 }
 
 
@@ -151,4 +152,4 @@ def load(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {error.strerror}: restore it") from None
     except ValueError as error:
         raise UsageError(f"{path} is not a configuration ({error}): restore it") from None
-    return folded(saved)
+    return completed(saved)

@@ -26,12 +26,12 @@ def train(arguments: Sequence[str], **values: Any) -> int:
     settings = select_fields(TrainConfig, values).check()
     settings = replace(settings, on_alert=os.environ.get(alert.COMMAND, settings.on_alert))
     started = started_ranks()
-    if settings.restarts and started.launcher != "none":
+    if settings.restart_request.most and started.launcher != "none":
         raise UsageError(
             f"--restarts needs hvdtrain's own launcher (--ranks N), not {started.launcher}: "
             "leave it out, and let the scheduler requeue the job"
         )
-    if started.size == 1 and ((settings.ranks or 1) > 1 or settings.restarts):
+    if started.size == 1 and ((settings.ranks or 1) > 1 or settings.restart_request.most):
         with RanksStop() as ranks_stop:
             from hvdtrain.training import restarts
             from hvdtrain.training.precheck import check_before_launch

@@ -127,7 +127,7 @@ def _check_request(request: Request) -> None:
     """Refuse options and folders that no job can have."""
     job, site = request.job, request.site
     for training in request.runs:
-        if training.restarts:
+        if training.restart_request.most:
             raise UsageError(
                 "--restarts is not possible for a job, which is requeued instead: leave it out"
             )

@@ -31,6 +31,7 @@ from hvdtrain.jobs.submit import (
 from hvdtrain.options.fields import about
 from hvdtrain.options.givenmodel import beside
 from hvdtrain.options.nearest import unknown_key
+from hvdtrain.options.older import folded
 from hvdtrain.options.parser import Parser, add_dataclass, select_fields
 from hvdtrain.options.syncoptions import SyncOptions
 
@@ -194,7 +195,7 @@ def _axes(path: str) -> dict[str, list[Any]]:
     if isinstance(content.get("config"), str):
         recipe = Path(path).parent / content["config"]
         settings = harmless.read_mapping(recipe, "file of train's options")
-        content = beside(settings, recipe.parent) | content
+        content = beside(folded(settings), recipe.parent) | content
     options = [item for option_class in OPTION_CLASSES for item in fields(option_class)]
     known = [item.name for item in options]
     switches = [item.name for item in options if isinstance(item.default, bool)]

@@ -12,12 +12,14 @@ from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.options.exclusions import check_exclusions
 from hvdtrain.options.faultrequest import interval, parse_bad_step, parse_restarts
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Rule, flag
+from hvdtrain.options.givenmodel import GivenModel
 from hvdtrain.options.imageoptions import AUGMENTATIONS
 from hvdtrain.options.nearest import nearest
 from hvdtrain.options.optimisationoptions import (
     LOSSES,
     OPTIMIZERS,
     RATE_SCHEDULES,
+    smoothing_of,
 )
 from hvdtrain.options.planrequest import (
     Mirrored,
@@ -122,10 +124,14 @@ def _check_length(values: Mapping[str, Any]) -> None:
 def _check_seams(values: Mapping[str, Any]) -> None:
     """Refuse names that are neither built in nor of the form of a user's function."""
     for name, known in BUILT_IN.items():
-        if values[name] not in known and ":" not in values[name]:
+        place, _, function = values[name].rpartition(":")
+        is_reference = isinstance(values[name], GivenModel) or (place and function.isidentifier())
+        if name == "loss" and smoothing_of(values[name]) is not None:
+            continue
+        if values[name] not in known and not is_reference:
             raise UsageError(
                 f"{flag(name)} {values[name]} is not known"
-                + nearest(values[name], (*known, "package.module:function"))
+                + nearest(place or values[name], (*known, "package.module:function"))
             )
     for reference in values["callback"] or ():
         if ":" not in reference:

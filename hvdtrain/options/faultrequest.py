@@ -31,7 +31,7 @@ def parse_bad_step(text: str) -> BadStep:
     Raises:
         UsageError: if it is none of stop, skip, stop:NORM and skip:NORM.
     """
-    word, colon, number = text.partition(":")
+    word, colon, number = str(text).partition(":")
     limit = _number(number) if colon else math.inf
     if word not in ("stop", "skip") or not limit > 0:
         raise UsageError(
@@ -53,13 +53,13 @@ def parse_restarts(value: int | str) -> Restarts:
     """Return what a value of `--restarts` requests.
 
     Raises:
-        UsageError: if it is neither N nor N:RANKS.
+        UsageError: if it is neither N nor N,min-ranks=M.
     """
-    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", str(value))
+    match = re.fullmatch(r"(\d{1,6})(?:,min-ranks=(\d{1,6}))?", str(value))
     if match is None or (match[2] is not None and not (int(match[1]) and int(match[2]))):
         raise UsageError(
-            f"--restarts {value} is not known: use N, or N:RANKS for one rank fewer at each "
-            "restart, down to RANKS"
+            f"--restarts {value} is not known: use N, or N,min-ranks=M for one rank fewer at each "
+            "restart, down to M"
         )
     return Restarts(int(match[1]), int(match[2]) if match[2] else None)
 

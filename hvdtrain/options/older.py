@@ -10,11 +10,10 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
     "allow_approximate": (ANY, ""),
     "fragments": (1, ""),
     "overlap": (0, ""),
-    "tf32": (False, "write --precision tf32"),
     "cudnn_benchmark": (ANY, "a GPU does so without --deterministic"),
     "change_batch_norm": (ANY, "with --batch-norm sync, --plan adaptive changes shares"),
     "no_decay": (
-        "norm,bias,position",
+        "bias,norm,position",
         "give --optimizer a function, as recipes/vit_b16.yaml does",
     ),
     "lr_start": (0.0, FUNCTION),
@@ -36,13 +35,17 @@ FOLDED: Mapping[str, tuple[Any, str, str]] = {
     "outer_momentum": (0.9, "sync", "{},momentum={}"),
     "elastic_rate": (None, "sync", "{},rate={}"),
     "servers": (1, "sync", "{},servers={}"),
-    "label_smoothing": (0.0, "loss", "{}:{}"),
-    "gradient_limit": (None, "on_bad_step", "{}:{}"),
-    "min_ranks": (None, "restarts", "{}:{}"),
-    "emulate_dilation": (None, "emulate", "{}:{}"),
-    "memory_limit": (None, "plan", "{}:{}GiB"),
     "compress_after": (100, "compress", "{},after={}"),
+    "label_smoothing": (0.0, "loss", "{}:{}"),
+    "tf32": (False, "precision", "tf32"),
+    "memory_limit": (None, "plan", "{}:{}GiB"),
+    "gradient_limit": (None, "on_bad_step", "{}:{}"),
+    "min_ranks": (None, "restarts", "{},min-ranks={}"),
+    "emulate_dilation": (None, "emulate", "{}:{}"),
 }
+# The values of these options that may have it; the first one is meant where there is none.
+OWNERS = {"loss": ("cross-entropy",), "precision": ("fp32",), "plan": ("auto", "adaptive")}
+EXAMPLES = {"on_bad_step": "skip", "restarts": "N", "emulate": "CLUSTER"}
 
 
 def folded(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,40 +58,45 @@ def folded(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = dict(values)
     for name, (default, owner, form) in FOLDED.items():
-        value = kept.get(name, default)
-        if value == default:
+        value, owners = kept.get(name, default), OWNERS.get(owner)
+        with_it = kept.get(owner, owners[0] if owners and owner != "plan" else None)
+        if value == default or (name, with_it) == ("min_ranks", 0):
             kept.pop(name, None)
-        elif isinstance(kept.get(owner), str | int):
-            kept[owner] = form.format(kept[owner], kept.pop(name))
-    return kept
+        elif with_it in owners if owners else isinstance(with_it, str | int):
+            kept[owner] = form.format(with_it, kept.pop(name))
+    if isinstance(kinds := kept.get("no_decay"), str):
+        kept["no_decay"] = ",".join(sorted(kinds.replace(" ", "").split(",")))
+    return {
+        name: value
+        for name, value in kept.items()
+        if name not in REMOVED or REMOVED[name][0] not in (ANY, value)
+    }
 
 
 def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration with what the first versions did before it was an option.
+    """Return a saved configuration in today's words, with what the first versions did.
 
     All parameters decayed, and the mean included held-out images.
     """
-    values = {"no_decay": "none"} if not {"loss", "no_decay"} & saved.keys() else {}
-    if values and saved.get("holdout") and saved.get("normalise", "meanstd") == "meanstd":
-        values["normalise"] = "split"
-    values = {**saved, **values}
+    values = dict(saved)
+    if not {"loss", "no_decay"} & saved.keys():
+        values["no_decay"] = "none"
+        if saved.get("holdout") and saved.get("normalise", "meanstd") == "meanstd":
+            values["normalise"] = "split"
     if not saved.get("weight_decay"):
         values.pop("no_decay", None)
-    return values
+    return folded(values)
 
 
 def lost(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of removed options that no run of today continues."""
-    return {
-        name: value
-        for name, value in values.items()
-        if name in REMOVED and REMOVED[name][0] not in (ANY, value)
-    }
+    """Return what a configuration in today's words has and no run of today can have."""
+    return {name: value for name, value in values.items() if name in REMOVED or name in FOLDED}
 
 
 def instead(name: str) -> str:
     """Return what to write instead of an option of an earlier version; empty for another name."""
     if name in FOLDED:
         _, owner, form = FOLDED[name]
-        return f"write --{owner.replace('_', '-')} {form.format('...', 'X')}"
+        example = OWNERS[owner][0] if owner in OWNERS else EXAMPLES.get(owner, "METHOD")
+        return f"write --{owner.replace('_', '-')} {form.format(example, 'X')}"
     return REMOVED[name][1] if name in REMOVED else ""

@@ -85,7 +85,7 @@ class OptimisationOptions:
     momentum: float = option(0.9, "momentum of sgd", Group.OPTIMISATION, Rule.NOT_NEGATIVE)
     weight_decay: float = option(
         0.0,
-        "weight decay, but of norms, biases, position embeddings and class tokens",
+        "weight decay of all parameters but norms, biases, position embeddings, class tokens",
         Group.OPTIMISATION,
         Rule.FIRST | Rule.NOT_NEGATIVE,
     )

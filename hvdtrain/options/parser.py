@@ -18,7 +18,7 @@ from hvdtrain.options import helptext, timelimit
 from hvdtrain.options.fields import NO_RULE, Group, Rule
 from hvdtrain.options.givenmodel import beside
 from hvdtrain.options.nearest import nearest, unknown_key
-from hvdtrain.options.older import REMOVED, folded, instead, lost
+from hvdtrain.options.older import folded, instead
 
 Options = TypeVar("Options")
 
@@ -100,10 +100,7 @@ class Parser(ArgumentParser):
         file = Path(path).expanduser()
         text = harmless.read_text(file)
         values = harmless.mapping(text, file, "configuration")
-        today = folded(values)
-        wrong = lost(today)
-        kept = {key: today[key] for key in today if key not in REMOVED or key in wrong}
-        kept = beside(kept, file.parent)
+        kept = beside(folded(values), file.parent)
         self.check_keys(path, kept)
         if kept != values:
             text = yaml.safe_dump(kept, sort_keys=False)
@@ -339,8 +336,9 @@ def _unknown_option(name: str, options: Iterable[str], command: str) -> str:
     longer = [option for option in options if option.startswith(name)][:3]
     if not longer and OPTION_ALIASES.get(name, "").partition(" ")[0] in options:
         return f"unknown option {name}: use {OPTION_ALIASES[name]}"
-    advice = instead(name.removeprefix("--").removeprefix("no-").replace("-", "_"))
-    if advice and "--config" in options:
+    word = name.removeprefix("--").replace("-", "_")
+    advice = instead(word) or (instead(word.removeprefix("no_")) and "leave it out")
+    if advice and "--model" in options:
         return f"{name} is not an option of this version: {advice}"
     if "--sbatch" in options and name.removeprefix("--") in SBATCH_ONLY:
         text = name.removeprefix("--")

@@ -97,7 +97,7 @@ def is_adaptive(request: PlanRequest) -> bool:
 
 
 def _chosen(text: str) -> Chosen:
-    match = re.fullmatch(r"(auto|adaptive):(\d+|\d*\.\d+)GiB", text, re.IGNORECASE)
+    match = re.fullmatch(r"(auto|adaptive):(\d+|\d*\.?\d+(?:e[-+]?\d+)?)GiB", text, re.IGNORECASE)
     gib = float(match[2]) if match else 0.0
     if match is None or not 0 < gib < math.inf:
         raise UsageError(

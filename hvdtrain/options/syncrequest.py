@@ -241,7 +241,7 @@ def check_servers(values: Mapping[str, Any]) -> None:
     if fewest is not None and fewest <= servers:
         raise UsageError(
             f"--restarts {values['restarts']} leaves no rank to train beside {servers} servers: "
-            f"give at least {servers + 1} ranks after the colon"
+            f"give at least min-ranks={servers + 1}"
         )
 
 

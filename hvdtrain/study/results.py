@@ -16,8 +16,9 @@ from hvdtrain.data.images import shown
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.energy import SLURM
 from hvdtrain.host.load import Disturbance
+from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.options.fields import Rule
-from hvdtrain.options.older import REMOVED, completed, lost
+from hvdtrain.options.older import completed
 from hvdtrain.options.planrequest import (
     Chosen,
     Mirrored,
@@ -201,13 +202,12 @@ def _check_size(plan: Layout, devices: int, lines: list[Line], config: dict[str,
 
 def _settings(config: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
     """Return what must be equal in runs that are compared, with the defaults of older versions."""
-    values = completed(config)
-    ignored = NOT_SETTINGS | (REMOVED.keys() - lost(values).keys())
-    return (
-        COMPARED_DEFAULTS
-        | {name: value for name, value in values.items() if name not in ignored}
-        | {name: machine.get(name) for name in ("processor", "accelerator")}
-    )
+    values = COMPARED_DEFAULTS | completed(config)
+    if values["emulate"] is not None:
+        values["emulate"], _ = parse_emulate(str(values["emulate"]))  # at any speed
+    return {name: value for name, value in values.items() if name not in NOT_SETTINGS} | {
+        name: machine.get(name) for name in ("processor", "accelerator")
+    }
 
 
 def _result(run: Path, summary: Summary, lines: list[Line], config: dict[str, Any]) -> Result:

@@ -15,7 +15,6 @@ from hvdtrain.host import alert
 from hvdtrain.host.ownership import LAUNCH, LAUNCHED, process_start, since_boot
 from hvdtrain.launch import RanksStop
 from hvdtrain.options import injection
-from hvdtrain.options.faultrequest import parse_restarts
 from hvdtrain.plan.planfile import refit
 from hvdtrain.training.metrics import AFTER_FAULTS, make_folder
 
@@ -34,7 +33,7 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
     Raises:
         Interrupted, Preempted: if this process was requested to stop before it started the ranks.
     """
-    restarts = parse_restarts(config.restarts)
+    restarts = config.restart_request
     ranks, messages = config.ranks or 1, list[str]()
     arguments = alert.without_command(arguments)
     folder = Path(config.run) if config.run else None
@@ -108,7 +107,7 @@ def _more(config: TrainConfig, folder: Path | None, ranks: int, is_again: bool) 
             "--inject",
             "; ".join(str(fault) for fault in faults if (fault.rank or 0) < ranks),
         ]
-    if not config.restarts or folder is None:
+    if not config.restart_request.most or folder is None:
         return options
     options += ["--restarts", "0", "--ranks", str(ranks), "--run", str(folder)]
     if is_again:  # auto: a rank may have failed before there was a run to resume

@@ -278,3 +278,22 @@ def test_the_options_of_train_are_a_contract() -> None:
         *("--run", "--resume", "--ledger"),
     }
     assert fixed <= {flag(item.name) for item in dataclasses.fields(TrainConfig)}
+
+
+def test_a_value_with_parts_is_read_as_it_is_written(tmp_path: Path) -> None:
+    """YAML takes 2:1 for a number in base 60."""
+    values = {
+        "restarts": "2,min-ranks=1",
+        "plan": "auto:12GiB",
+        "loss": "cross-entropy:0.1",
+        "on_bad_step": "skip:10",
+        "emulate": "8-v100:20",
+        "precision": "tf32",
+    }
+    words = [part for name, value in values.items() for part in (flag(name), value)]
+    typed = parsed([*TRAIN, *words])
+    path = tmp_path / "run.yaml"
+    path.write_text("".join(f"{name}: {value}\n" for name, value in values.items()))
+    read = parsed([*TRAIN, "--config", str(path)])
+    for name, value in values.items():
+        assert (typed[name], read[name]) == (value, value)

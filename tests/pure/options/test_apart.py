@@ -53,10 +53,13 @@ def test_the_older_name_of_local_steps_is_the_same_configuration() -> None:
         ({"compress": "topk:0.1", "compress_after": 0}, {"compress": "topk:0.1,after=0"}),
         ({"compress": "bf16", "compress_after": 100}, {"compress": "bf16"}),
         ({"loss": "cross-entropy", "label_smoothing": 0.1}, {"loss": "cross-entropy:0.1"}),
-        ({"restarts": 2, "min_ranks": 3}, {"restarts": "2:3"}),
+        ({"restarts": 2, "min_ranks": 3}, {"restarts": "2,min-ranks=3"}),
         ({"on_bad_step": "skip", "gradient_limit": 2.5}, {"on_bad_step": "skip:2.5"}),
         ({"emulate": "8-v100", "emulate_dilation": 20.0}, {"emulate": "8-v100:20.0"}),
         ({"plan": "auto", "memory_limit": 12.5}, {"plan": "auto:12.5GiB"}),
+        ({"label_smoothing": 0.1}, {"loss": "cross-entropy:0.1"}),
+        ({"precision": "fp32", "tf32": True}, {"precision": "tf32"}),
+        ({"restarts": 0, "min_ranks": 3}, {"restarts": 0}),  # as the ranks of a restarted run had
     ],
 )
 def test_what_was_an_option_of_its_own_is_part_of_the_method(
@@ -66,9 +69,17 @@ def test_what_was_an_option_of_its_own_is_part_of_the_method(
     TrainConfig(model="cnn", data="set", **newer).check()
 
 
-@pytest.mark.parametrize("others", [{}, {"sync": ["exact", "diloco:8"]}])
-def test_an_option_whose_method_is_not_known_is_not_dropped(others: dict[str, Any]) -> None:
-    values = {"outer_lr": 0.5} | others
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"outer_lr": 0.5},
+        {"outer_lr": 0.5, "sync": ["exact", "diloco:8"]},
+        {"plan": "dp", "memory_limit": 4},
+        {"loss": "mine:f", "label_smoothing": 0.1},
+        {"precision": "bf16", "tf32": True},
+    ],
+)
+def test_an_option_whose_method_is_not_known_is_not_dropped(values: dict[str, Any]) -> None:
     assert folded(values) == values  # and then refused as an unknown key
 
 

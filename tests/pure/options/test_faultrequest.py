@@ -23,12 +23,14 @@ def test_other_actions_are_refused(text: str) -> None:
 
 def test_restarts_are_a_number_and_perhaps_the_fewest_ranks() -> None:
     assert parse_restarts(3) == parse_restarts("3") == Restarts(3, None)
-    assert parse_restarts("3:2") == Restarts(3, 2)
+    assert parse_restarts("3,min-ranks=2") == Restarts(3, 2)
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.5", "0:2", "2:0", "2:", ":2", "2:2:2"])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "1.5", "0,min-ranks=2", "2,min-ranks=0", "2,2", "2:2", "2,"]
+)
 def test_other_restarts_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="use N, or N:RANKS"):
+    with pytest.raises(UsageError, match="use N, or N,min-ranks=M"):
         parse_restarts(text)
 
 
@@ -45,6 +47,6 @@ def test_a_cluster_may_have_a_speed() -> None:
 def test_a_chosen_plan_may_have_a_limit() -> None:
     assert parse_plan_request("auto") == Chosen(is_adaptive=False)
     assert parse_plan_request("adaptive:0.5gib") == Chosen(is_adaptive=True, memory_gib=0.5)
-    for wrong in ("auto:", "auto:4", "auto:0GiB", "auto:-1GiB", "adaptive:GiB", "auto:1e3GiB"):
+    for wrong in ("auto:", "auto:4", "auto:0GiB", "auto:-1GiB", "adaptive:GiB"):
         with pytest.raises(UsageError, match=r"write (auto|adaptive):XGiB"):
             parse_plan_request(wrong)

@@ -29,7 +29,7 @@ def config_of(**options: Any) -> TrainConfig:
         ({"allreduce": "ring"}, "--allreduce ring is not supported"),
         ({"ranks": 1}, "leaves none of 1 rank.* to train: use at least --ranks 2"),
         ({"ranks": 3, "sync": "server,servers=3"}, "use at least --ranks 4"),
-        ({"ranks": 4, "restarts": "1:1"}, "at least 2 ranks after the colon"),
+        ({"ranks": 4, "restarts": "1,min-ranks=1"}, "give at least min-ranks=2"),
     ],
 )
 def test_what_servers_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:

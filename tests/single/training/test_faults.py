@@ -102,7 +102,7 @@ def test_a_job_goes_on_with_fewer_ranks_and_without_the_faults_of_those_that_are
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     run, fault = tmp_path / "run", "kill step=8..9 rank=2; kill step=20 rank=any seed=1"
-    options = ("--inject", fault, "--restarts", "2:1")
+    options = ("--inject", fault, "--restarts", "2,min-ranks=1")
     done = hvdtrain(*command(small_set, run, *options, ranks=3))
     assert done.returncode == 0, done.stderr
     summary = summary_of(run)

@@ -17,7 +17,7 @@ EPOCHS = 12
 
 
 @pytest.mark.proves(
-    "`--restarts N:RANKS` resumes on fewer ranks, and not after an error of the user."
+    "`--restarts N,min-ranks=M` resumes on fewer ranks, and not after an error of the user."
 )
 @pytest.mark.parametrize(
     ("plan", "ranks", "expected"),
@@ -43,7 +43,7 @@ def test_a_job_that_loses_a_rank_goes_on_with_fewer_until_it_has_the_fewest(
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
     options = ["train", "--model", "cnn", "--data", small_set, "--ranks", 3, "--run", run]
     options += ["--batch-size", 30, "--epochs", EPOCHS, "--checkpoint-every", "3 steps"]
-    options += ["--ledger", ledger, "--restarts", "2:2"]
+    options += ["--ledger", ledger, "--restarts", "2,min-ranks=2"]
     process = begin([str(option) for option in options], lambda: saves(run))
     dead: list[psutil.Process] = []
     for size in (3, 2):
@@ -95,7 +95,7 @@ def test_what_the_user_has_to_fix_is_no_reason_to_start_again(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--ranks", "2", "--restarts", "0:2"), "--restarts 0:2 is not known: use N, or N:RANKS"),
+        (("--ranks", "2", "--restarts", "0,min-ranks=2"), "is not known: use N, or N,min-ranks=M"),
         (("--restarts", "-1"), "--restarts -1 is not known: use N"),
     ],
 )

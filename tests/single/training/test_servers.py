@@ -110,7 +110,7 @@ def test_a_run_that_loses_a_worker_goes_on_with_fewer(
 ) -> None:
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
     more = ("--sync", sync, "--checkpoint-every", "3 steps", "--ledger", ledger, "--epochs", 3)
-    faults = ("--restarts", "1:3", "--inject", "kill step=20 rank=1")
+    faults = ("--restarts", "1,min-ranks=3", "--inject", "kill step=20 rank=1")
     done = hvdtrain(*command(small_set, run, 4, *more, *faults))
     assert done.returncode == 0, done.stderr
     assert "was ended by signal 9" in done.stderr
