@@ -48,29 +48,23 @@ def sound() -> tuple[int, dict[str, Any]]:
     "`doctor` names each fault with its cure, and the launch lines that it prints train."
 )
 def test_this_machine_is_fit(sound: tuple[int, dict[str, Any]]) -> None:
+    """One test, since two workers of pytest would each examine the machine for their own."""
     code, report = sound
     faults = [check for check in report["checks"] if check["state"] == "fault"]
     assert faults == []
     assert (code, report["fit"]) == (0, True)
-
-
-def test_one_mpi_is_proved_by_sums_and_by_paths(sound: tuple[int, dict[str, Any]]) -> None:
-    checks = checks_by_name(sound[1])
+    checks = checks_by_name(report)
     for name in ("one MPI", "all-reduce by mpi4py", "all-reduce by Horovod", "process sets"):
         assert checks[name]["state"] == "ok", checks[name]
     assert "mpi4py, Horovod and" in checks["one MPI"]["text"]
     assert "MPI_THREAD_MULTIPLE" in checks["mpi4py"]["text"]
 
-
-def test_the_ring_is_really_the_ring(sound: tuple[int, dict[str, Any]]) -> None:
-    check = checks_by_name(sound[1])["all-reduce algorithm"]
+    check = checks["all-reduce algorithm"]
     assert check["state"] == "ok", check
     assert "--allreduce ring gives ring at every size" in check["text"]
     assert "chosen by" in check["text"]
 
-
-def test_the_faster_precision_is_measured(sound: tuple[int, dict[str, Any]]) -> None:
-    check = checks_by_name(sound[1])["precision"]
+    check = checks["precision"]
     assert check["state"] == "ok", check
     ratios = [*map(float, re.findall(r"(?:matrices|convolutions) ([0-9.]+)x", check["text"]))]
     assert len(ratios) == 2
