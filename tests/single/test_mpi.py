@@ -22,7 +22,12 @@ def test_what_is_quick_in_tests_mpi_passes_on_all_ranks(ranks: int) -> None:
 
 @pytest.mark.proof
 def test_everything_in_tests_mpi_passes_on_three_ranks() -> None:
-    everything_passes("tests/mpi", 3, "proof or not proof")
+    everything_passes("tests/mpi", 3, "not weekly")
+
+
+@pytest.mark.weekly
+def test_what_takes_longest_in_tests_mpi_passes_on_three_ranks() -> None:
+    everything_passes("tests/mpi", 3, "weekly")
 
 
 @pytest.mark.proof
@@ -38,7 +43,7 @@ def test_what_is_quick_in_tests_mpi_keras_passes_on_two_ranks() -> None:
 @pytest.mark.proof
 def test_everything_in_tests_mpi_keras_passes() -> None:
     """The shares of three ranks differ."""
-    everything_passes("tests/mpi_keras", 3, "proof or not proof")
+    everything_passes("tests/mpi_keras", 3, "not weekly")
 
 
 def everything_passes(paths: str, ranks: int, chosen: str) -> None:
