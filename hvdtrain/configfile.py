@@ -10,7 +10,7 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, harmless, records
 from hvdtrain.options.deviceoptions import AUTO_PRECISION, FixedPrecision
 from hvdtrain.options.emulateoptions import parse_emulate
-from hvdtrain.options.fields import Rule, flag
+from hvdtrain.options.fields import Rule
 from hvdtrain.options.givenmodel import SEAMS, is_same_code
 from hvdtrain.options.older import completed, lost
 from hvdtrain.options.optimisationoptions import smoothing_of
@@ -58,13 +58,6 @@ def as_started(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
             remark = f"--precision auto: {precision}, with which this run started"
             return replace(config, precision=precision), [remark]
     return config, []
-
-
-def differing(one: TrainConfig, other: TrainConfig) -> str:
-    """Return the options in which `one` differs from `other`, as a user types them."""
-    others = vars(other)
-    differs = [name for name, value in vars(one).items() if others[name] != value]
-    return " ".join(f"{flag(name)} {getattr(one, name)}" for name in differs)
 
 
 def differences(

@@ -242,8 +242,9 @@ def choose_algorithms(precision: str, deterministic: bool) -> None:
     """
     is_rounded = precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = is_rounded
-    torch.backends.cudnn.benchmark = not deterministic
-    if deterministic:  # cuBLAS reads it when it starts
+    if deterministic:
+        torch.backends.cudnn.benchmark = False
+        # cuBLAS reads it when it starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():  # it loads a compiler
         torch.use_deterministic_algorithms(deterministic)

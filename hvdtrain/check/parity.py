@@ -26,9 +26,8 @@ from hvdtrain.plan.plan import Plan
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-4, "tf32": 1e-3, "bf16": 1e-3, "fp16": 1e-3}
 SYNCHRONISED_16_BITS = 0.1
 LOOSER = {("fp64", "resnet50"): 1e-11}
-UPDATES = {"fp64": 1e-12} | dict.fromkeys(
-    ("fp32", "tf32", "bf16", "fp16"), 1e-4
-)  # weights are fp32
+# Weights are fp32 in all of the others.
+UPDATES = {"fp64": 1e-12} | dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e-4)
 LOSS_SCALE = 16.0  # in fp16: a power of two, at which no gradient of a random batch overflows
 ROUNDINGS = 4  # rounding errors of a weight that an update may contain
 # Rounding errors of the largest gradient of a layer that its other gradients may contain. A bias

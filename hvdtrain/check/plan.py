@@ -107,8 +107,8 @@ def compare(
     It leaves no runtime behind, and restores the random generators.
     """
     config = replace(config, trace=None)
-    word = config.on_bad_step.partition(":")[0]
     if config.bad_step.is_limited:  # keeps the code path of the limit, but no step is bad
+        word = config.on_bad_step.partition(":")[0]
         config = replace(config, on_bad_step=f"{word}:{sys.float_info.max}")
     image_size = batches[0].local[0].shape[1]
     with torch.random.fork_rng():

@@ -181,11 +181,9 @@ def views(config: TrainConfig) -> Sequence[View]:
             f"the views of --augment {config.augment} are not of the form [(weight, function of "
             f"images), ...] ({error}): correct them"
         ) from None
-    return (
-        WHOLE
-        if not pairs
-        else [(weight, partial(_seen, config.augment, view)) for weight, view in pairs]
-    )
+    if not pairs:
+        return WHOLE
+    return [(weight, partial(_seen, config.augment, view)) for weight, view in pairs]
 
 
 def _seen(name: str, view: Callable[[np.ndarray], np.ndarray], images: np.ndarray) -> np.ndarray:

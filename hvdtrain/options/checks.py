@@ -7,12 +7,11 @@ from typing import Any, get_args
 from hvdtrain.errors import UsageError
 from hvdtrain.host.harmless import LARGEST_WHOLE
 from hvdtrain.options import injection
-from hvdtrain.options.deviceoptions import AUTO_PRECISION
 from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.options.exclusions import check_exclusions
 from hvdtrain.options.faultrequest import interval, parse_bad_step, parse_restarts
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Rule, flag
-from hvdtrain.options.givenmodel import GivenModel
+from hvdtrain.options.givenmodel import is_reference
 from hvdtrain.options.imageoptions import AUGMENTATIONS
 from hvdtrain.options.nearest import nearest
 from hvdtrain.options.optimisationoptions import (
@@ -124,14 +123,12 @@ def _check_length(values: Mapping[str, Any]) -> None:
 def _check_seams(values: Mapping[str, Any]) -> None:
     """Refuse names that are neither built in nor of the form of a user's function."""
     for name, known in BUILT_IN.items():
-        place, _, function = values[name].rpartition(":")
-        is_reference = isinstance(values[name], GivenModel) or (place and function.isidentifier())
-        if name == "loss" and smoothing_of(values[name]) is not None:
-            continue
-        if values[name] not in known and not is_reference:
+        value = values[name]
+        is_known = value in known or (name == "loss" and smoothing_of(value) is not None)
+        if not is_known and not is_reference(value):
             raise UsageError(
-                f"{flag(name)} {values[name]} is not known"
-                + nearest(place or values[name], (*known, "package.module:function"))
+                f"{flag(name)} {value} is not known"
+                + nearest(value.partition(":")[0], (*known, "package.module:function"))
             )
     for reference in values["callback"] or ():
         if ":" not in reference:
@@ -171,10 +168,6 @@ def _check_framework(options: Sequence[Field[Any]], values: Mapping[str, Any]) -
         raise UsageError(
             f"--plan {values['plan']} is not supported with --framework tensorflow: "
             "use single, dp or mirrored[:N]"
-        )
-    if values["precision"] == AUTO_PRECISION:
-        raise UsageError(
-            "--precision auto is not supported with --framework tensorflow: use fp32 or bf16"
         )
     _check_absent(options, values, Rule.TORCH_ONLY, "--framework tensorflow")
     if isinstance(request, Mirrored):

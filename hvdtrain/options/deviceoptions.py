@@ -45,8 +45,8 @@ class DeviceOptions:
     )
     deterministic: bool = option(
         False,
-        "use only algorithms that compute the same bits each time, on a GPU too, which else tries "
-        "those of each convolution and takes the fastest; stop where there is none",
+        "use only algorithms that compute the same bits each time, on a GPU too; stop where "
+        "there is none",
         Group.DEVICES,
         Rule.ON_RESUME | Rule.TORCH_ONLY,
     )

@@ -1,11 +1,11 @@
 """The option of an emulation: a run on devices and links that are modelled, not present."""
 
 import math
-import re
 from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
 from hvdtrain.options.fields import Group, Rule, option
+from hvdtrain.options.texts import number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,10 @@ def parse_emulate(text: str) -> tuple[str, float | None]:
     Raises:
         UsageError: if these are not above 0.
     """
-    cluster, _, number = text.rpartition(":")
-    if not cluster or not re.fullmatch(r"[-+.\deE]+", number):
+    cluster, _, part = text.rpartition(":")
+    dilation = number(part)
+    if not cluster or math.isnan(dilation):
         return text, None
-    try:
-        dilation = float(number)
-    except ValueError:
-        dilation = math.nan
     if not 0 < dilation < math.inf:
         raise UsageError(
             f"--emulate {text} is not valid: the real seconds per emulated second must be above 0"

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
+from hvdtrain.options.texts import number, settings_of
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ def parse_bad_step(text: str) -> BadStep:
     Raises:
         UsageError: if it is none of stop, skip, stop:NORM and skip:NORM.
     """
-    word, colon, number = str(text).partition(":")
-    limit = _number(number) if colon else math.inf
+    word, colon, part = str(text).partition(":")
+    limit = number(part) if colon else math.inf
     if word not in ("stop", "skip") or not limit > 0:
         raise UsageError(
             f"--on-bad-step {text} is not known: use stop or skip, or stop:NORM or skip:NORM with "
@@ -55,13 +56,15 @@ def parse_restarts(value: int | str) -> Restarts:
     Raises:
         UsageError: if it is neither N nor N,min-ranks=M.
     """
-    match = re.fullmatch(r"(\d{1,6})(?:,min-ranks=(\d{1,6}))?", str(value))
-    if match is None or (match[2] is not None and not (int(match[1]) and int(match[2]))):
+    text = str(value)
+    count = text.partition(",")[0]
+    if not re.fullmatch(r"\d{1,6}", count):
         raise UsageError(
-            f"--restarts {value} is not known: use N, or N,min-ranks=M for one rank fewer at each "
+            f"--restarts {text} is not known: use N, or N,min-ranks=M for one rank fewer at each "
             "restart, down to M"
         )
-    return Restarts(int(match[1]), int(match[2]) if match[2] else None)
+    fewest = settings_of("--restarts", text, ("min-ranks",)).get("min-ranks")
+    return Restarts(int(count), None if fewest is None else int(fewest))
 
 
 def interval(text: str) -> tuple[float, str]:
@@ -78,10 +81,3 @@ def interval(text: str) -> tuple[float, str]:
             "give it as '2 epochs', '500 steps' or '10 minutes'"
         )
     return number, match[2]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -119,6 +119,12 @@ def beside(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {name: placed(value) if name in seams else value for name, value in values.items()}
 
 
+def is_reference(value: str) -> bool:
+    """Return whether a value is a user's function: `module:function`, or passed in Python."""
+    place, _, function = value.rpartition(":")
+    return isinstance(value, GivenModel) or (place != "" and function.isidentifier())
+
+
 def is_same_code(one: Any, other: Any) -> bool:
     """Return whether two references name the same function of a file, wherever the file lies."""
     names = [str(value).rpartition("/")[2] for value in (one, other)]

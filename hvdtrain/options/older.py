@@ -10,7 +10,7 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
     "allow_approximate": (ANY, ""),
     "fragments": (1, ""),
     "overlap": (0, ""),
-    "cudnn_benchmark": (ANY, "a GPU does so without --deterministic"),
+    "cudnn_benchmark": (ANY, "set torch.backends.cudnn.benchmark in a module of yours"),
     "change_batch_norm": (ANY, "with --batch-norm sync, --plan adaptive changes shares"),
     "no_decay": (
         "bias,norm,position",
@@ -43,9 +43,10 @@ FOLDED: Mapping[str, tuple[Any, str, str]] = {
     "min_ranks": (None, "restarts", "{},min-ranks={}"),
     "emulate_dilation": (None, "emulate", "{}:{}"),
 }
-# The values of these options that may have it; the first one is meant where there is none.
+# The values of these options that may have it, their defaults, and values to show of others.
 OWNERS = {"loss": ("cross-entropy",), "precision": ("fp32",), "plan": ("auto", "adaptive")}
-EXAMPLES = {"on_bad_step": "skip", "restarts": "N", "emulate": "CLUSTER"}
+IMPLIED = {"loss": "cross-entropy", "precision": "fp32", "on_bad_step": "stop"}
+EXAMPLES = {"plan": "auto", "restarts": "N", "emulate": "CLUSTER"}
 
 
 def folded(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,8 +60,8 @@ def folded(values: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(values)
     for name, (default, owner, form) in FOLDED.items():
         value, owners = kept.get(name, default), OWNERS.get(owner)
-        with_it = kept.get(owner, owners[0] if owners and owner != "plan" else None)
-        if value == default or (name, with_it) == ("min_ranks", 0):
+        with_it = kept.get(owner, IMPLIED.get(owner))
+        if value == default:
             kept.pop(name, None)
         elif with_it in owners if owners else isinstance(with_it, str | int):
             kept[owner] = form.format(with_it, kept.pop(name))
@@ -97,6 +98,6 @@ def instead(name: str) -> str:
     """Return what to write instead of an option of an earlier version; empty for another name."""
     if name in FOLDED:
         _, owner, form = FOLDED[name]
-        example = OWNERS[owner][0] if owner in OWNERS else EXAMPLES.get(owner, "METHOD")
+        example = (IMPLIED | EXAMPLES).get(owner, "METHOD")
         return f"write --{owner.replace('_', '-')} {form.format(example, 'X')}"
     return REMOVED[name][1] if name in REMOVED else ""

@@ -1,11 +1,11 @@
 """The options of the optimizer, its learning rate and the weights that it averages."""
 
-import math
 from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
 from hvdtrain.options.fields import Group, Rule, option
 from hvdtrain.options.givenmodel import Model
+from hvdtrain.options.texts import number
 
 Seam = Model  # a name on the command line, or any function in Python
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -25,10 +25,7 @@ def smoothing_of(loss: str) -> float | None:
         return None
     if loss == CROSS_ENTROPY:
         return 0.0
-    try:
-        smoothing = float(text)
-    except ValueError:
-        smoothing = math.nan
+    smoothing = number(text)
     if not 0 <= smoothing < 1:
         raise UsageError(
             f"--loss {loss} is not valid: write {CROSS_ENTROPY}:X with a label smoothing X of 0 "

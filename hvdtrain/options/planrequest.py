@@ -3,8 +3,10 @@
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from hvdtrain.errors import UsageError
+from hvdtrain.options.texts import number
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ NAMES: dict[str, PlanRequest] = {
 SHORT_FORMS = (*NAMES, "hp:SxR")
 
 
+@cache  # each step asks
 def parse_plan_request(text: str | None) -> PlanRequest:
     """Return what a value of `--plan` requests; None, the default, is single on one rank, else dp.
 
@@ -71,7 +74,7 @@ def parse_plan_request(text: str | None) -> PlanRequest:
     if text in NAMES:
         return NAMES[text]
     word = text.partition(":")[0]
-    if word == "hp" and text != word:
+    if text.startswith("hp:"):
         return _pipeline(text)
     if word == "mirrored":
         return _mirrored(text)
@@ -97,13 +100,11 @@ def is_adaptive(request: PlanRequest) -> bool:
 
 
 def _chosen(text: str) -> Chosen:
-    match = re.fullmatch(r"(auto|adaptive):(\d+|\d*\.?\d+(?:e[-+]?\d+)?)GiB", text, re.IGNORECASE)
-    gib = float(match[2]) if match else 0.0
-    if match is None or not 0 < gib < math.inf:
-        raise UsageError(
-            f"--plan {text} is not valid: write {text.partition(':')[0]}:XGiB for X GiB per rank"
-        )
-    return Chosen(match[1] == "adaptive", gib)
+    word, _, limit = text.partition(":")
+    gib = number(limit[:-3]) if limit.lower().endswith("gib") else math.nan
+    if not 0 < gib < math.inf:
+        raise UsageError(f"--plan {text} is not valid: write {word}:XGiB for X GiB per rank")
+    return Chosen(word == "adaptive", gib)
 
 
 def _pipeline(text: str) -> Pipeline:

@@ -1,13 +1,14 @@
 """Parse the texts of `--sync` and `--compress`, and refuse what does not go together with them."""
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.options.faultrequest import parse_restarts
+from hvdtrain.options.texts import AVERAGE, number, settings_of
 
 # Each rank keeps the batches of as many steps, to explain a bad one, and an agreement per step.
 MOST_STEPS_AHEAD = 32
@@ -119,42 +120,9 @@ SYNC_FORMS = (
 )
 COMPRESS_FORMS = "none, fp16, bf16, topk:RATIO or powersgd:RANK"
 NO_SYNC, NO_COMPRESSION = Exact(), NoCompression()
-_NUMBER = r"\d{1,9}(?:\.\d{1,20})?(?:e-?\d{1,3})?"
-# What may follow a method after a comma: the words of its range, and the range itself.
-_RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
-    "lr": ("above 0", lambda value: 0 < value < math.inf),
-    "momentum": ("0 or more and below 1", lambda value: 0 <= value < 1),
-    "rate": ("above 0 and at most 1", lambda value: 0 < value <= 1),
-    "servers": ("a whole number above 0", lambda value: value >= 1 and value % 1 == 0),
-    "after": ("a whole number", lambda value: value % 1 == 0),
-}
-AVERAGE = "average-optimizer"
 
 
-def _settings(option: str, text: str, allowed: Sequence[str]) -> dict[str, float]:
-    """Return what follows the method in `METHOD,name=value,...`.
-
-    Raises:
-        UsageError: for a name that the method does not have, or a value out of its range.
-    """
-    chosen: dict[str, float] = {}
-    for word in text.split(",")[1:]:
-        name, _, value = word.partition("=")
-        if name not in allowed or name in chosen or (name == AVERAGE) != (word == AVERAGE):
-            forms = " and ".join(item if item == AVERAGE else f"{item}=X" for item in allowed)
-            raise UsageError(
-                f"{option} {text} is not known: {word!r} is none of what it takes after a comma, "
-                f"{forms or 'which is nothing'}"
-            )
-        number = 1.0 if name == AVERAGE else math.nan
-        if re.fullmatch(_NUMBER, value):
-            number = float(value)
-        if name != AVERAGE and not _RANGES[name][1](number):
-            raise UsageError(f"{option} {text}: {name} must be {_RANGES[name][0]}, not {value!r}")
-        chosen[name] = number
-    return chosen
-
-
+@cache  # each step asks
 def parse_sync_request(text: str) -> SyncRequest:
     """Return what a value of `--sync` requests.
 
@@ -164,11 +132,11 @@ def parse_sync_request(text: str) -> SyncRequest:
     method = text.partition(",")[0].removeprefix("post-")  # post-local: an older name
     match = re.fullmatch(r"(local|diloco|elastic):(\d{1,9})(?:@(\d{1,6}))?", method)
     if method == "exact":
-        _settings("--sync", text, ())
+        settings_of("--sync", text, ())
         return NO_SYNC
     if method.partition(":")[0] == "server":
         staleness = _staleness(method)
-        servers = _settings("--sync", text, ("servers",)).get("servers", 1)
+        servers = settings_of("--sync", text, ("servers",)).get("servers", 1)
         return Server(staleness, int(servers))
     if match is None or not int(match[2]) or (match[3] and match[1] != "local"):
         raise UsageError(
@@ -176,11 +144,11 @@ def parse_sync_request(text: str) -> SyncRequest:
         )
     period = int(match[2])
     if match[1] == "local":
-        averages = AVERAGE in _settings("--sync", text, (AVERAGE,))
+        averages = AVERAGE in settings_of("--sync", text, (AVERAGE,))
         return Local(period, int(match[3] or 0), averages)
     if match[1] == "diloco":
-        return DiLoCo(period, **_settings("--sync", text, ("lr", "momentum")))
-    return Elastic(period, **_settings("--sync", text, ("rate",)))
+        return DiLoCo(period, **settings_of("--sync", text, ("lr", "momentum")))
+    return Elastic(period, **settings_of("--sync", text, ("rate",)))
 
 
 def _staleness(method: str) -> int | None:
@@ -205,24 +173,23 @@ def parse_compress_request(text: str, option: str = "--compress") -> CompressReq
     Raises:
         UsageError: if it is not one of the forms, or a number is out of range.
     """
-    method, _, number = text.partition(",")[0].partition(":")
-    is_number = bool(re.fullmatch(_NUMBER, number))
+    method, _, part = text.partition(",")[0].partition(":")
     is_known = (
         (method in ("none", "fp16", "bf16") and text.partition(",")[0] == method)
-        or (method == "topk" and is_number and 0 < float(number) <= 1)
-        or (method == "powersgd" and number.isdigit() and 0 < int(number) < 10**6)
+        or (method == "topk" and 0 < number(part) <= 1)
+        or (method == "powersgd" and part.isdigit() and 0 < int(part) < 10**6)
     )
     if not is_known:
         raise UsageError(
             f"{option} {text} is not known: use {COMPRESS_FORMS}, such as topk:0.01 or powersgd:2"
         )
-    settings = _settings(option, text, () if method == "none" else ("after",))
+    settings = settings_of(option, text, () if method == "none" else ("after",))
     after = int(settings.get("after", 100))
     if method == "none":
         return NO_COMPRESSION
     if method == "topk":
-        return TopK(float(number), after)
-    return PowerSGD(int(number), after) if method == "powersgd" else Half(method, after)
+        return TopK(float(part), after)
+    return PowerSGD(int(part), after) if method == "powersgd" else Half(method, after)
 
 
 def check_servers(values: Mapping[str, Any]) -> None:

@@ -18,7 +18,6 @@ from hvdtrain.host.energy import SLURM
 from hvdtrain.host.load import Disturbance
 from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.options.fields import Rule
-from hvdtrain.options.older import completed
 from hvdtrain.options.planrequest import (
     Chosen,
     Mirrored,
@@ -202,7 +201,7 @@ def _check_size(plan: Layout, devices: int, lines: list[Line], config: dict[str,
 
 def _settings(config: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
     """Return what must be equal in runs that are compared, with the defaults of older versions."""
-    values = COMPARED_DEFAULTS | completed(config)
+    values = COMPARED_DEFAULTS | config
     if values["emulate"] is not None:
         values["emulate"], _ = parse_emulate(str(values["emulate"]))  # at any speed
     return {name: value for name, value in values.items() if name not in NOT_SETTINGS} | {

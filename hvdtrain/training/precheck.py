@@ -12,8 +12,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.engine.dataset import as_modelled, index_for
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.models.find import find_function
-from hvdtrain.options.givenmodel import SEAMS
-from hvdtrain.options.optimisationoptions import RATE_SCHEDULES, smoothing_of
+from hvdtrain.options.givenmodel import SEAMS, is_reference
+from hvdtrain.options.optimisationoptions import RATE_SCHEDULES
 from hvdtrain.options.planrequest import Chosen, check_one_rank
 from hvdtrain.training.metrics import holds_run, no_run
 
@@ -46,9 +46,8 @@ def check_seams(config: TrainConfig) -> None:
         UsageError: if one is missing, or is not what the option takes.
     """
     for name in SEAMS:
-        reference = getattr(config, name)
-        if ":" in reference and smoothing_of(reference) is None:
-            find_function(reference, name)
+        if is_reference(getattr(config, name)):
+            find_function(getattr(config, name), name)
     if config.callback:
         from hvdtrain.training.callbacks import callback_class
 

@@ -59,7 +59,7 @@ def resident_images(
 def _fits(config: TrainConfig, samples: Samples, device: torch.device, ranks: int) -> bool:
     """Return whether a GPU has enough memory for the images besides all else.
 
-    the limit of --plan does not count them.
+    The limit of --plan does not count them.
     """
     if not devices.is_gpu(device) or config.memory_gib is not None:
         return False

@@ -59,7 +59,8 @@ def test_the_older_name_of_local_steps_is_the_same_configuration() -> None:
         ({"plan": "auto", "memory_limit": 12.5}, {"plan": "auto:12.5GiB"}),
         ({"label_smoothing": 0.1}, {"loss": "cross-entropy:0.1"}),
         ({"precision": "fp32", "tf32": True}, {"precision": "tf32"}),
-        ({"restarts": 0, "min_ranks": 3}, {"restarts": 0}),  # as the ranks of a restarted run had
+        ({"restarts": 0, "min_ranks": 3}, {"restarts": "0,min-ranks=3"}),  # of restarted ranks
+        ({"gradient_limit": 10}, {"on_bad_step": "stop:10"}),
     ],
 )
 def test_what_was_an_option_of_its_own_is_part_of_the_method(

@@ -111,7 +111,7 @@ def test_an_epoch_is_augmented_as_its_options_say(small_set: Path) -> None:
         ({"precision": "fp16", "compress": "bf16"}, "--compress bf16, which does not send"),
         (
             {"precision": "fp16", "framework": "tensorflow"},
-            "with --framework tensorflow, which does",
+            "with --framework tensorflow, which has fp32",
         ),
     ],
 )

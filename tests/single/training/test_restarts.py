@@ -95,7 +95,7 @@ def test_what_the_user_has_to_fix_is_no_reason_to_start_again(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--ranks", "2", "--restarts", "0,min-ranks=2"), "is not known: use N, or N,min-ranks=M"),
+        (("--restarts", "2,ranks=2"), "'ranks=2' is none of what it takes after a comma"),
         (("--restarts", "-1"), "--restarts -1 is not known: use N"),
     ],
 )
