@@ -13,11 +13,12 @@ PYTEST = (
     *("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--durations=15"),
     *("-o", "addopts=--import-mode=importlib"),
 )
+QUICK = "not proof and not weekly"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.proof)])
 def test_what_is_quick_in_tests_mpi_passes_on_all_ranks(ranks: int) -> None:
-    everything_passes("tests/mpi", ranks, "not proof")
+    everything_passes("tests/mpi", ranks, QUICK)
 
 
 @pytest.mark.proof
@@ -26,8 +27,9 @@ def test_everything_in_tests_mpi_passes_on_three_ranks() -> None:
 
 
 @pytest.mark.weekly
-def test_what_takes_longest_in_tests_mpi_passes_on_three_ranks() -> None:
-    everything_passes("tests/mpi", 3, "weekly")
+@pytest.mark.parametrize("folder", ["tests/mpi", "tests/mpi_keras"])
+def test_what_takes_longest_passes_on_three_ranks(folder: str) -> None:
+    everything_passes(folder, 3, "weekly")
 
 
 @pytest.mark.proof
@@ -37,7 +39,7 @@ def test_long_runs_and_whole_models_pass_under_the_plans_of_four_ranks() -> None
 
 
 def test_what_is_quick_in_tests_mpi_keras_passes_on_two_ranks() -> None:
-    everything_passes("tests/mpi_keras", 2, "not proof")
+    everything_passes("tests/mpi_keras", 2, QUICK)
 
 
 @pytest.mark.proof
