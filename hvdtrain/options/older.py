@@ -59,12 +59,13 @@ def folded(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = dict(values)
     for name, (default, owner, form) in FOLDED.items():
-        value, owners = kept.get(name, default), OWNERS.get(owner)
-        with_it = kept.get(owner, IMPLIED.get(owner))
-        if value == default:
+        if kept.get(name, default) == default:
             kept.pop(name, None)
-        elif with_it in owners if owners else isinstance(with_it, str | int):
-            kept[owner] = form.format(with_it, kept.pop(name))
+            continue
+        before, owners = kept.get(owner, IMPLIED.get(owner)), OWNERS.get(owner)
+        may_have_it = isinstance(before, str | int) if owners is None else before in owners
+        if may_have_it:
+            kept[owner] = form.format(before, kept.pop(name))
     if isinstance(kinds := kept.get("no_decay"), str):
         kept["no_decay"] = ",".join(sorted(kinds.replace(" ", "").split(",")))
     return {
