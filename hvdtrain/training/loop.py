@@ -90,6 +90,9 @@ def train(
                 run.saving.saver.withdraw()
             run.heartbeat.give_up()
             raise
+        finally:
+            if run.journal.records is not None:
+                run.journal.records.close()
         _leave_world(run)
         run.session.close()
         ended.append(run.activity)

@@ -163,6 +163,10 @@ class AppendOnly:
         with _writing(self.path):
             os.fsync(self.file.fileno())
 
+    def close(self) -> None:
+        """Close the file; text that waits is lost."""
+        self.file.close()
+
     def size(self) -> int:
         """Flush, and return the size of the file in bytes."""
         self.flush()
@@ -235,14 +239,20 @@ class Records:
         if self.ledger is not None:
             self.ledger.sync()
 
-    def close(self, summary: dict[str, Any] | None) -> None:
+    def finish(self, summary: dict[str, Any] | None) -> None:
         """Sync all files to the disk, and write summary.json if there is a summary."""
         self.sizes()
         self.sync()
-        self.board.close()
         if summary is not None:
             text = json.dumps(summary, indent=1) + "\n"
             write_text(self.folder.summary, text, "the summary", DataError)
+
+    def close(self) -> None:
+        """Close all files, which a program that trains several times would keep open."""
+        self.board.close()
+        self.metrics.close()
+        if self.ledger is not None:
+            self.ledger.close()
 
 
 def _copy(source: Path, target: IO[bytes], count: int) -> None:

@@ -154,7 +154,7 @@ class Run:
             alert.wait(self.journal.alerts)
         if self.journal.records is not None:
             self.heartbeat.owner.check()
-            self.journal.records.close(summary)
+            self.journal.records.finish(summary)
         self.heartbeat.give_up()
 
 

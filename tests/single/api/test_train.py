@@ -195,6 +195,9 @@ def test_callbacks_receive_what_the_run_folder_keeps(config: Config, tmp_path: P
         assert theirs == ours
 
 
+@pytest.mark.filterwarnings(
+    "error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning"
+)
 def test_an_exception_in_a_callback_ends_the_run_which_resumes(config: Config) -> None:
     class Fails(Callback):
         def on_epoch(self, metrics: Mapping[str, Any]) -> None:
