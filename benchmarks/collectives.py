@@ -32,9 +32,9 @@ import numpy as np
 from scipy import optimize
 
 from hvdtrain import world
-from hvdtrain.host import load
+from hvdtrain.host import counters
 from hvdtrain.host.launchers import ALGORITHMS, has_horovod
-from hvdtrain.host.poll import wait_until
+from hvdtrain.host.process import wait_until
 from hvdtrain.launch import mpirun
 from hvdtrain.study.statistics import Estimate, markdown_table, number, ratio
 
@@ -109,7 +109,7 @@ def main() -> None:
         sys.exit(f"use 2 ranks, 1 round and {4 * LEAST_BYTES} bytes, or more")
     jobs = [name for name in names for _ in range(options.rounds)]
     random.Random(0).shuffle(jobs)  # a machine that changes does not change one algorithm alone
-    before = load.read()
+    before = counters.read_load()
     # Seconds of the rounds by library, algorithm and bytes.
     measured: dict[str, dict[str, dict[int, list[float]]]] = {library: {} for library in LIBRARIES}
     for name in jobs:
@@ -120,7 +120,7 @@ def main() -> None:
             rounds = measured[library].setdefault(name, {})
             for size, seconds in by_size.items():
                 rounds.setdefault(int(size), []).append(seconds)
-    beside = load.disturbance([load.read().since(before)])
+    beside = counters.disturbance([counters.read_load().since(before)])
     cores = len(os.sched_getaffinity(0))
     print(
         f"{options.ranks} ranks on {cores} cores, {options.rounds} rounds beside "

@@ -94,7 +94,7 @@ class PlainLoop:
 
         from hvdtrain import models
         from hvdtrain.data import open_split, read_index
-        from hvdtrain.host.memory import keep_freed_memory
+        from hvdtrain.host.process import keep_freed_memory
         from hvdtrain.models.component import build_component
 
         keep_freed_memory()  # as hvdtrain does: by chance, glibc would give it back at each step

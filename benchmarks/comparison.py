@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hvdtrain.host import load
+from hvdtrain.host import counters
 from hvdtrain.study import statistics
 from hvdtrain.study.statistics import Estimate
 
@@ -75,10 +75,10 @@ def compare(
         side(MOST_ROUNDS * rounds)
     dice = random.Random(title)
     for number in range(MOST_ROUNDS * rounds):
-        before, figures = load.read(), {}
+        before, figures = counters.read_load(), {}
         for name in dice.sample(list(sides), len(sides)):
             figures[name] = sides[name](number)
-        beside = load.disturbance([load.read().since(before)])
+        beside = counters.disturbance([counters.read_load().since(before)])
         kept = comparison.disturbed if beside.is_large else comparison.values
         for name, figure in figures.items():
             kept.setdefault(name, []).append(figure)

@@ -19,7 +19,7 @@ import common
 from comparison import Comparison, report
 
 from hvdtrain import world
-from hvdtrain.host import load
+from hvdtrain.host import counters
 from hvdtrain.launch import mpirun
 
 SIZES = tuple(2**power for power in (3, 6, 9, 12, 14, 16, 18, 20, 22, 24, 26))
@@ -41,9 +41,9 @@ def main() -> None:
         return
     rank_command = [sys.executable, __file__, "--is-rank"]
     rank_command += ["--rounds", str(options.rounds), "--largest", str(options.largest)]
-    before = load.read()
+    before = counters.read_load()
     printed = common.run_all([[*mpirun(RANKS), *rank_command]], threads=1)[0]
-    beside = load.disturbance([load.read().since(before)])
+    beside = counters.disturbance([counters.read_load().since(before)])
     for size, rounds in json.loads(printed).items():
         ours, theirs = ([1e6 * seconds[side] for seconds in rounds] for side in (0, 1))
         title, sides = f"{int(size):,} bytes", {"hvdtrain": ours, "mpi4py": theirs}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.host.harmless import as_csv, read_mapping
+from hvdtrain.host.records import as_csv, read_mapping
 from hvdtrain.options.givenmodel import beside
 from hvdtrain.options.older import folded
 from hvdtrain.study.runs import Arm, run_all

@@ -14,7 +14,7 @@ from hvdtrain.data.index import Encoding, Resize
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.host import launchers, output
-from hvdtrain.host.stop import STOP_SIGNALS
+from hvdtrain.host.process import STOP_SIGNALS
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.options.helptext import SHELLS, PrintCompletion
 from hvdtrain.options.parser import Parser, add_config, add_dataclass

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.host import files, harmless, records
+from hvdtrain.host import files, records
 from hvdtrain.options.deviceoptions import AUTO_PRECISION, FixedPrecision
 from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.options.fields import Rule
@@ -137,7 +137,7 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         with records.opened(path):  # a FIFO would wait
-            saved = harmless.read_mapping(path, "configuration")
+            saved = records.read_mapping(path, "configuration")
         for name, value in saved.items():
             records.build(str, name, "a key")
             records.build(TYPES.get(name, OF_OTHER_VERSIONS), value, name)

@@ -30,11 +30,16 @@ from hvdtrain.errors import (
     UsageError,
     shortened,
 )
-from hvdtrain.host import folders, memory, output
+from hvdtrain.host import files, output
 from hvdtrain.host.activity import IN_TRAINING, WATCH_SECONDS, Watch, last_activity, stuck_message
 from hvdtrain.host.launchers import needed_by_mpirun, own_mpirun
 from hvdtrain.host.output import without_launcher_banners
-from hvdtrain.host.stop import StopRequest, end_with_parent, suspend_with
+from hvdtrain.host.process import (
+    StopRequest,
+    end_with_parent,
+    processes_ended_for_memory,
+    suspend_with,
+)
 from hvdtrain.world import ACTIVITY
 
 # Exit codes of ranks that have reported the reason themselves. mpirun also ends with 1 if it could
@@ -188,7 +193,7 @@ def supervise(
         stop.raise_if_requested()
         activity = folder / "activity"
         settings = {ACTIVITY: str(activity)} | folder_settings | dict(environment or {})
-        killed_before = memory.processes_ended_for_memory()
+        killed_before = processes_ended_for_memory()
         job = _Job(_start(command, settings), ranks, activity, start_limit)
         return _follow(job, stop, killed_before)
 
@@ -202,12 +207,12 @@ def _folder_of_job() -> Iterator[tuple[Path, dict[str, str]]]:
     bases = (os.environ.get(name) for name in SESSIONS)
     base = next((Path(path) for path in bases if path and Path(path).is_dir()), None)
     with ExitStack() as stack:
-        folder = stack.enter_context(folders.temporary(base))
+        folder = stack.enter_context(files.temporary_folder(base))
         settings = dict.fromkeys(SESSIONS, str(folder))
-        if folders.SETTINGS[0] not in os.environ:
+        if files.SHARED_SETTINGS[0] not in os.environ:
             with suppress(OSError):
-                shared = stack.enter_context(folders.temporary(folders.BASE))
-                settings |= dict.fromkeys(folders.SETTINGS, str(shared))
+                shared = stack.enter_context(files.temporary_folder(files.SHARED_MEMORY))
+                settings |= dict.fromkeys(files.SHARED_SETTINGS, str(shared))
         yield folder, settings
 
 
@@ -302,7 +307,7 @@ def _follow(job: _Job, stop: RanksStop, killed_before: int) -> Outcome:
     if stalled:
         code, reason = RankError.exit_code, stalled
     if reason:
-        if memory.processes_ended_for_memory() > killed_before:
+        if processes_ended_for_memory() > killed_before:
             reason += "; meanwhile the kernel killed a process on this host for lack of memory"
         print(f"{REPORT_PREFIX}{reason}", file=sys.stderr, flush=True)
     # The message goes into environments, whose variables Linux limits to 128 KiB.

@@ -24,8 +24,8 @@ from hvdtrain.errors import (
     one_line,
 )
 from hvdtrain.health import failure
-from hvdtrain.host import folders, launchers
-from hvdtrain.host.stop import STOP_SIGNALS, end_with_parent
+from hvdtrain.host import files, launchers
+from hvdtrain.host.process import STOP_SIGNALS, end_with_parent
 from hvdtrain.launch import supervise
 
 Value = TypeVar("Value")
@@ -78,7 +78,7 @@ def notebook_launch(
         )
     if not isinstance(ranks, int) or ranks < 1:
         raise UsageError(f"ranks must be a whole number above 0, not {ranks!r}")
-    with folders.temporary() as folder:
+    with files.temporary_folder() as folder:
         (folder / CALL).write_bytes(_packed(function, arguments, options))
         outcome = supervise(ranks, [str(folder)], module="hvdtrain.notebook")
         if (folder / FAILED).is_file():

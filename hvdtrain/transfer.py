@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdtrain.host.poll import wait_until
+from hvdtrain.host.process import wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain import transfer
 from hvdtrain.errors import UsageError
-from hvdtrain.host import cores, folders
+from hvdtrain.host import files, process
 from hvdtrain.host.launchers import ALGORITHMS, Launch, check_sizes, detect, own_mpirun
-from hvdtrain.host.memory import keep_freed_memory
-from hvdtrain.host.poll import wait_until
+from hvdtrain.host.process import keep_freed_memory, wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -114,10 +113,10 @@ def start(allreduce: str = "auto", threads: int | None = None, bind: bool = Fals
     keep_freed_memory()
     launch = detect(os.environ)
     if launch.size == 1:
-        threads = threads or cores.own_threads(1)
+        threads = threads or process.own_threads(1)
         if bind:
             _unbound = os.sched_getaffinity(0)
-            cores.bind(0, 1, threads)
+            process.bind(0, 1, threads)
         _world = World("none", rank=0, size=1, local_rank=0, local_size=1, threads=threads)
         return _world
     mpi = import_mpi(launch, allreduce)
@@ -132,10 +131,10 @@ def start(allreduce: str = "auto", threads: int | None = None, bind: bool = Fals
     node = communicator.Split_type(mpi.COMM_TYPE_SHARED)
     usable = os.sched_getaffinity(0)
     sharing = [rank for rank, mask in enumerate(node.allgather(usable)) if mask == usable]
-    threads = threads or cores.own_threads(len(sharing))
+    threads = threads or process.own_threads(len(sharing))
     if bind:
         _unbound = usable
-        cores.bind(sharing.index(node.rank), len(sharing), threads)
+        process.bind(sharing.index(node.rank), len(sharing), threads)
     _world = World(
         launcher=launch.launcher,
         rank=communicator.rank,
@@ -156,9 +155,9 @@ def import_mpi(launch: Launch, allreduce: str) -> Any:
     """
     _set_mpi_environment(launch, allreduce)
     folder = None
-    if folders.SETTINGS[0] not in os.environ:
-        folder = folders.claim_for_ranks(launch.job)
-        os.environ |= {name: str(folder) for name in folders.SETTINGS if folder}
+    if files.SHARED_SETTINGS[0] not in os.environ:
+        folder = files.claim_for_ranks(launch.job)
+        os.environ |= {name: str(folder) for name in files.SHARED_SETTINGS if folder}
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -397,7 +396,7 @@ def stop() -> None:
     if _world is not None:
         _world.barrier()
     if _unbound is not None:  # a later run of this process may use them all
-        cores.use(_unbound)
+        process.use(_unbound)
     _world = _unbound = None
     _groups.clear()
     _communicators.clear()

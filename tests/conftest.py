@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from hvdtrain import data, launch
-from hvdtrain.host import folders
+from hvdtrain.host import files
 from tests import durations, warm
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The session folder of tests that start mpirun themselves, separate from tests that kill it.
 _open = ExitStack()
 atexit.register(_open.close)
-os.environ[launch.SESSIONS[0]] = str(_open.enter_context(folders.temporary()))
+os.environ[launch.SESSIONS[0]] = str(_open.enter_context(files.temporary_folder()))
 
 # Failing examples of property tests are kept in the project's cache. In continuous integration,
 # for which Hypothesis loads its own profile, nothing is kept and runs are deterministic.

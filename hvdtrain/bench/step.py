@@ -30,7 +30,7 @@ from hvdtrain.engine.feed import Feed, requests, training_feeder
 from hvdtrain.engine.session import PendingStep, StepOutcome
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.output import PROFILER_REMARKS, without
-from hvdtrain.host.stop import StopRequest
+from hvdtrain.host.process import StopRequest
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
 from hvdtrain.parallel.step import Step, read_later

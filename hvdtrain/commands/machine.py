@@ -9,7 +9,7 @@ from hvdtrain import launch, models
 from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.commands import as_json, in_one_process, started_ranks
 from hvdtrain.errors import UsageError
-from hvdtrain.host import folders, launchers
+from hvdtrain.host import files, launchers
 from hvdtrain.host.launchers import ALGORITHMS
 from hvdtrain.setup.options import SetupOptions
 
@@ -126,5 +126,5 @@ def _data_for(config: StepConfig) -> Iterator[str]:
     from hvdtrain import data
 
     images, size = max(BATCHES_MADE * config.batch_size, 64), config.image_size or 32
-    with folders.temporary() as folder:
+    with files.temporary_folder() as folder:
         yield str(data.synth(f"{folder}/data", images, config.classes or 10, size=size).folder)

@@ -12,7 +12,7 @@ from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.health import failure, monitor
 from hvdtrain.health.failure import start_patience
 from hvdtrain.host import alert
-from hvdtrain.host.stop import StopRequest
+from hvdtrain.host.process import StopRequest
 from hvdtrain.launch import RanksStop
 from hvdtrain.options.parser import select_fields
 

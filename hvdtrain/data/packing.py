@@ -53,8 +53,8 @@ from hvdtrain.data.writer import (
 )
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import output
+from hvdtrain.host.process import end_with_parent
 from hvdtrain.host.records import opened
-from hvdtrain.host.stop import end_with_parent
 
 DEFAULT_FILES_SIZE = 224  # the size that image files are decoded to without --size
 _FILES_LOOKED_AT = 1000  # for the average size of a file

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.engine.session import PendingStep, StepOutcome
 from hvdtrain.errors import Interrupted, Preempted
-from hvdtrain.host.poll import wait_until
+from hvdtrain.host.process import wait_until
 from hvdtrain.world import World
 
 INTERRUPT, PREEMPT, SAVE, CHANGE, WRITTEN, FAILED, BAD, LOSS, SAMPLES, HEADER = range(10)

@@ -18,7 +18,7 @@ import psutil
 
 from hvdtrain.errors import DataError
 from hvdtrain.host import records
-from hvdtrain.host.energy import Meter
+from hvdtrain.host.counters import Meter
 from hvdtrain.host.ownership import BEAT_SECONDS, Owner
 
 SILENT_BEATS = 4  # a rank is silent after 4 missing beats

@@ -20,7 +20,7 @@ from hvdtrain.health import failure
 from hvdtrain.host import alert
 from hvdtrain.host.activity import WATCH_SECONDS, Watch, stuck_message
 from hvdtrain.host.launchers import Launch, detect
-from hvdtrain.host.stop import STOP_SIGNALS, end_with_parent
+from hvdtrain.host.process import STOP_SIGNALS, end_with_parent
 from hvdtrain.world import SINGLE_RANK_ACTIVITY, activity_path
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hvdtrain.errors import Preempted, UsageError
-from hvdtrain.host import harmless
+from hvdtrain.host import records
 from hvdtrain.jobs.options import MEMORY, SBATCH_OPTIONS, JobOptions
 from hvdtrain.options.nearest import unknown_key
 
@@ -72,7 +72,7 @@ def load(path: str | None) -> Site:
         source, fix = "--site", "correct it or leave it out"
     if not Path(path).is_file():
         raise UsageError(f"{source} names {path or repr(path)}, which is not a file: {fix}")
-    content = harmless.read_mapping(Path(path), "description of a site")
+    content = records.read_mapping(Path(path), "description of a site")
     known = get_type_hints(Site)
     for name, value in content.items():
         if name not in known:

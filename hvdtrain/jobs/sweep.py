@@ -13,7 +13,7 @@ from typing import Any, Literal
 from hvdtrain.config import TrainConfig
 from hvdtrain.configfile import NOT_IN_RESULT
 from hvdtrain.errors import UsageError
-from hvdtrain.host import harmless
+from hvdtrain.host import records
 from hvdtrain.host.files import plain_name
 from hvdtrain.jobs import record, site
 from hvdtrain.jobs.estimate import LEAST, Need, need, replacing
@@ -191,10 +191,10 @@ def _need(options: StudyOptions, folder: Path) -> Need:
 
 def _axes(path: str) -> dict[str, list[Any]]:
     """Return the list of values for each key of a file."""
-    content = harmless.read_mapping(Path(path), "study")
+    content = records.read_mapping(Path(path), "study")
     if isinstance(content.get("config"), str):
         recipe = Path(path).parent / content["config"]
-        settings = harmless.read_mapping(recipe, "file of train's options")
+        settings = records.read_mapping(recipe, "file of train's options")
         content = beside(folded(settings), recipe.parent) | content
     options = [item for option_class in OPTION_CLASSES for item in fields(option_class)]
     known = [item.name for item in options]

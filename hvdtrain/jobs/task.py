@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from hvdtrain.errors import DataError, HvdtrainError, Interrupted, Preempted, UsageError
 from hvdtrain.host import files
-from hvdtrain.host.stop import STOP_SIGNALS
+from hvdtrain.host.process import STOP_SIGNALS
 
 CONFIGURATION = "config.yaml"
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvdtrain import world
 from hvdtrain.errors import CheckFailed, UsageError, one_line
 from hvdtrain.health import failure
-from hvdtrain.host.poll import wait_until
+from hvdtrain.host.process import wait_until
 from hvdtrain.world import World
 
 HOROVOD = {

@@ -5,7 +5,7 @@ from dataclasses import Field
 from typing import Any, get_args
 
 from hvdtrain.errors import UsageError
-from hvdtrain.host.harmless import LARGEST_WHOLE
+from hvdtrain.host.records import LARGEST_WHOLE
 from hvdtrain.options import injection
 from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.options.exclusions import check_exclusions

@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from hvdtrain.errors import UsageError
-from hvdtrain.host import harmless
+from hvdtrain.host import records
 from hvdtrain.options import helptext, timelimit
 from hvdtrain.options.fields import NO_RULE, Group, Rule
 from hvdtrain.options.givenmodel import beside
@@ -98,8 +98,8 @@ class Parser(ArgumentParser):
     def parse_path(self, path: Any, *arguments: Any, **settings: Any) -> Any:
         """Parse a file as jsonargparse does, after checks that it cannot harm the parser."""
         file = Path(path).expanduser()
-        text = harmless.read_text(file)
-        values = harmless.mapping(text, file, "configuration")
+        text = records.read_text(file)
+        values = records.mapping(text, file, "configuration")
         kept = beside(folded(values), file.parent)
         self.check_keys(path, kept)
         if kept != values:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.device import Mark, host_like, is_queued, mark, stage_in, stage_out
-from hvdtrain.host.poll import wait_until
+from hvdtrain.host.process import wait_until
 from hvdtrain.plan.marks import Wait
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import write_text
-from hvdtrain.host.harmless import parse_json
+from hvdtrain.host.records import parse_json
 from hvdtrain.options.nearest import nearest, unknown_key
 from hvdtrain.options.planrequest import (
     DP,

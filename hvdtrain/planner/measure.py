@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.device import free_bytes, give_back, held_bytes
-from hvdtrain.host.memory import return_freed_memory
+from hvdtrain.host.process import return_freed_memory
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.models.costs import ComponentCost
 from hvdtrain.options.planrequest import Chosen

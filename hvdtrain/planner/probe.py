@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hvdtrain.device import now, read_later, stage_in, stage_out
-from hvdtrain.host.poll import wait_until
+from hvdtrain.host.process import wait_until
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork
 from hvdtrain.sync.mpi import MPICollectives

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, on_one_line
 from hvdtrain.host.files import write_text
-from hvdtrain.host.harmless import parse_json
+from hvdtrain.host.records import parse_json
 from hvdtrain.options.givenmodel import PREFIX
 from hvdtrain.planner.agreement import Coding
 from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.errors import UsageError
-from hvdtrain.host.memory import collection_paused
+from hvdtrain.host.process import collection_paused
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Question

@@ -9,7 +9,7 @@ from typing import Any
 
 from markdown import Markdown
 
-from hvdtrain.host.harmless import as_csv
+from hvdtrain.host.records import as_csv
 from hvdtrain.study.results import Result
 from hvdtrain.study.sections import counts_shown, median_count
 from hvdtrain.study.series import Series, Size

@@ -8,7 +8,7 @@ from typing import Any
 from hvdtrain import __version__
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
-from hvdtrain.host.load import Disturbance
+from hvdtrain.host.counters import Disturbance
 from hvdtrain.study import forms, plots, sections
 from hvdtrain.study.options import ReportOptions
 from hvdtrain.study.results import COMPARED_DEFAULTS, Result, find, machines

@@ -14,8 +14,7 @@ from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.images import shown
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.host.energy import SLURM
-from hvdtrain.host.load import Disturbance
+from hvdtrain.host.counters import SLURM, Disturbance
 from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.options.fields import Rule
 from hvdtrain.options.planrequest import (

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain import __version__
 from hvdtrain.errors import UsageError
-from hvdtrain.host.harmless import as_csv
+from hvdtrain.host.records import as_csv
 from hvdtrain.study.laws import BEYOND, Fit, cautions, next_run, usl_peak
 from hvdtrain.study.results import EXACT, Result, machines
 from hvdtrain.study.series import Series, Size

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hvdtrain.host.poll import wait_until
+from hvdtrain.host.process import wait_until
 from hvdtrain.plan.traffic import Operation
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain import world
-from hvdtrain.host.poll import wait_until
+from hvdtrain.host.process import wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain import device, world
-from hvdtrain.host.poll import wait_until
+from hvdtrain.host.process import wait_until
 from hvdtrain.plan import traffic
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hvdtrain.host.poll import wait_until
+from hvdtrain.host.process import wait_until
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.apart import Meetings
 from hvdtrain.sync.gradients import SerialGradients

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.host import memory
+from hvdtrain.host import process
 from hvdtrain.plan.passes import BUCKET_BYTES
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import (
@@ -98,7 +98,7 @@ class ShardedGradients(ReplicatedGradients):
         self.starts: dict[str, int] = {}
         sums = SlicedSums(collectives)
         super().__init__(parameters, statistics, states, collectives, sums, bucket_bytes)
-        memory.return_freed_memory()  # that of the parameters before they became views
+        process.return_freed_memory()  # that of the parameters before they became views
         names = [f"{kind}.{name}" for kind in ("weights", "whole") for name in self.weights]
         collectives.prepare([*names, "finite", "keys"])
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdtrain import transfer
 from hvdtrain.errors import CheckFailed, RankError
-from hvdtrain.host.poll import wait_until
+from hvdtrain.host.process import wait_until
 from hvdtrain.world import World
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hvdtrain.engine.control import stop_code
-from hvdtrain.host.stop import StopRequest
+from hvdtrain.host.process import StopRequest
 from hvdtrain.models.extrastate import COMPILED
 from hvdtrain.options.syncrequest import NO_COMPRESSION, CompressRequest
 from hvdtrain.parallel.checksums import fingerprint

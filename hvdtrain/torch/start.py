@@ -19,7 +19,7 @@ from hvdtrain import world
 from hvdtrain.device import choose_device
 from hvdtrain.errors import HvdtrainError, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
-from hvdtrain.host.stop import STOP_SIGNALS
+from hvdtrain.host.process import STOP_SIGNALS
 from hvdtrain.options.syncoptions import Library
 from hvdtrain.sync.groups import reduction_library, remarks
 from hvdtrain.torch import state as states

@@ -11,7 +11,7 @@ from torch import nn
 
 from hvdtrain.errors import UsageError
 from hvdtrain.health import failure
-from hvdtrain.host.stop import StopRequest
+from hvdtrain.host.process import StopRequest
 from hvdtrain.options.syncoptions import Library
 from hvdtrain.sync.states import Kept
 from hvdtrain.torch.agreement import Agreement

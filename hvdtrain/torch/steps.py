@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.errors import Interrupted, Preempted, UsageError
-from hvdtrain.host.stop import StopRequest
+from hvdtrain.host.process import StopRequest
 from hvdtrain.torch import state as states
 from hvdtrain.torch.checkpoint import check_folder, save
 from hvdtrain.torch.gradients import Phase, Replica

@@ -23,7 +23,7 @@ from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
 from hvdtrain.host.activity import Activity
-from hvdtrain.host.stop import StopRequest
+from hvdtrain.host.process import StopRequest
 from hvdtrain.options.givenmodel import SEAMS
 from hvdtrain.training.callbacks import Callbacks
 from hvdtrain.training.console import Console

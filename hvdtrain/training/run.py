@@ -22,13 +22,12 @@ from hvdtrain.health import failure, starts
 from hvdtrain.health.failure import stalled
 from hvdtrain.health.heartbeat import Heartbeat, suspects
 from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
-from hvdtrain.host import alert, load
+from hvdtrain.host import alert, counters
 from hvdtrain.host.activity import Activity
-from hvdtrain.host.energy import Meter, open_meter
+from hvdtrain.host.counters import Load, Meter, open_meter
 from hvdtrain.host.launchers import detect
-from hvdtrain.host.load import Load
 from hvdtrain.host.ownership import Owner, claim
-from hvdtrain.host.stop import StopRequest
+from hvdtrain.host.process import StopRequest
 from hvdtrain.training import inputs, metrics
 from hvdtrain.training.callbacks import Callbacks, followers
 from hvdtrain.training.console import Console, Journal
@@ -122,7 +121,7 @@ class Run:
 
     def restart_clock(self) -> None:
         """Count seconds, energy, and what else uses the cores, from now on."""
-        self.load = load.read()
+        self.load = counters.read_load()
         if self.heartbeat.meter is not None:
             self.heartbeat.meter.restart()
         self.clock.restart()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.host import records
-from hvdtrain.host.load import Disturbance
+from hvdtrain.host.counters import Disturbance
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 READ = ("step", "epoch", "plan", "fault")  # the events whose values commands read

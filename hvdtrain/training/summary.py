@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import CheckFailed
-from hvdtrain.host import load
+from hvdtrain.host import counters
 from hvdtrain.training.run import Run
 
 
@@ -146,12 +146,12 @@ def _shares(run: Run) -> dict[str, Any]:
 
 def _disturbance(run: Run) -> list[dict[str, object]]:
     """Return what else used the cores since the first step of this start, by host. Collective."""
-    hosts: dict[str, list[load.Load]] = {}
+    hosts: dict[str, list[counters.Load]] = {}
     for host, counted in run.session.world.gather(
-        (socket.gethostname(), load.read().since(run.load))
+        (socket.gethostname(), counters.read_load().since(run.load))
     ):
         hosts.setdefault(host, []).append(counted)
-    return [{"host": host} | asdict(load.disturbance(hosts[host])) for host in hosts]
+    return [{"host": host} | asdict(counters.disturbance(hosts[host])) for host in hosts]
 
 
 def _energy(run: Run) -> list[dict[str, object]]:

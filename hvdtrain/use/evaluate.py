@@ -15,7 +15,7 @@ from hvdtrain.data.shards import open_split
 from hvdtrain.engine.feed import views
 from hvdtrain.errors import UsageError
 from hvdtrain.host import files
-from hvdtrain.host.harmless import as_csv
+from hvdtrain.host.records import as_csv
 from hvdtrain.options.givenmodel import Model
 from hvdtrain.options.nearest import nearest
 from hvdtrain.options.optimisationoptions import CROSS_ENTROPY, smoothing_of

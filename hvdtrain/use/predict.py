@@ -11,7 +11,7 @@ from hvdtrain.data.images import centre, decode, shown
 from hvdtrain.data.images import resize as resized
 from hvdtrain.data.index import Resize
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.host.harmless import as_csv
+from hvdtrain.host.records import as_csv
 from hvdtrain.options.givenmodel import Model
 from hvdtrain.plan.program import EVALUATION_IMAGES
 from hvdtrain.training.inputs import Inputs

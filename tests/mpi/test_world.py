@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.host.folders import SETTINGS
+from hvdtrain.host.files import SHARED_SETTINGS
 from hvdtrain.world import World
 
 
@@ -50,5 +50,5 @@ def test_what_ranks_share_is_in_a_folder_of_their_job(world: World) -> None:
     world.barrier()
     maps = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
     folders = {Path(path).parent for path in maps if "_segment." in path}
-    assert folders == {Path(os.environ[SETTINGS[0]])}
+    assert folders == {Path(os.environ[SHARED_SETTINGS[0]])}
     assert world.gather(folders) == [folders] * world.size

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.host.load import Disturbance, Load
+from hvdtrain.host.counters import Disturbance, Load
 from tests.conftest import ROOT
 
 SPEC = importlib.util.spec_from_file_location(

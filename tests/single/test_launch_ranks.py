@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.host.folders import SETTINGS
+from hvdtrain.host.files import SHARED_SETTINGS
 from hvdtrain.host.launchers import own_mpirun
-from hvdtrain.host.stop import SAME_CTRL_C_SECONDS
+from hvdtrain.host.process import SAME_CTRL_C_SECONDS
 from hvdtrain.launch import mpirun
 from hvdtrain.training.evaluate import MEASURED
 from tests import warm
@@ -163,7 +163,7 @@ def test_a_suspended_launcher_that_is_killed_takes_its_ranks_with_it(
 def test_what_ranks_share_is_their_jobs_own_and_gone_after_it() -> None:
     """Open MPI names it by 16 bits of a hash: one in 65,536 pairs of jobs would share it."""
     show = "from hvdtrain import world; import os; world.start()"
-    show += f"; print(os.environ['{SETTINGS[0]}'], flush=True); world.stop()"
+    show += f"; print(os.environ['{SHARED_SETTINGS[0]}'], flush=True); world.stop()"
     jobs = [
         subprocess.Popen(
             [*mpirun(2), warm.python(), "-c", show],
@@ -545,7 +545,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(
 ) -> None:
     ranks = ranks_of(long_run)
     assert len(ranks) == 2
-    shared = [Path(client.environ()[SETTINGS[0]]) for client in clients_of(long_run)]
+    shared = [Path(client.environ()[SHARED_SETTINGS[0]]) for client in clients_of(long_run)]
     assert len(list(shared[0].iterdir())) == 2
     ranks[0].send_signal(signal.SIGKILL)
     _, errors = long_run.communicate(timeout=SOON_SECONDS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import data
-from hvdtrain.host.stop import STOP_SIGNALS
+from hvdtrain.host.process import STOP_SIGNALS
 from hvdtrain.study.results import plan_name
 from tests.single.training.jobs import assert_each_sample_once, summary_of
 from tests.slurm.cluster import Cluster, wait_for

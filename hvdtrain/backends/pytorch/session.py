@@ -32,7 +32,7 @@ from hvdtrain.engine.session import (
     Timeline,
 )
 from hvdtrain.host.activity import Activity
-from hvdtrain.host.memory import return_freed_memory
+from hvdtrain.host.process import return_freed_memory
 from hvdtrain.options.syncrequest import NO_SYNC
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Logits, Step, read_later

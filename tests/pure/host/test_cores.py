@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.host import cores
+from hvdtrain.host import process
 from tests.conftest import ROOT
 
 # Binds itself after a thread has started, and prints the cores of both threads.
 PROGRAM = """
 import os, sys, threading
-from hvdtrain.host import cores
+from hvdtrain.host import process
 event, done = threading.Event(), []
 def wait():
     event.wait()
     done.append(sorted(os.sched_getaffinity(0)))
 thread = threading.Thread(target=wait)
 thread.start()
-cores.bind(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+process.bind(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 event.set()
 thread.join()
 print(done[0], sorted(os.sched_getaffinity(0)))
@@ -43,7 +43,7 @@ def test_each_process_gets_cores_of_its_own() -> None:
         return
     first, second = bound(0, 2, 1), bound(1, 2, 1)
     assert len(first) == len(second) == 1 and first != second
-    assert bound(0, 1, 2) == sorted(cores.physical_first(usable)[:2])
+    assert bound(0, 1, 2) == sorted(process.physical_first(usable)[:2])
 
 
 def test_more_threads_than_cores_are_refused() -> None:
@@ -52,20 +52,20 @@ def test_more_threads_than_cores_are_refused() -> None:
     with pytest.raises(
         UsageError, match=rf"{most + 1} rank\(s\) x 1 thread\(s\) share {most} core"
     ):
-        cores.bind(0, most + 1, 1)
+        process.bind(0, most + 1, 1)
     assert os.sched_getaffinity(0) == before
 
 
 def test_each_physical_core_is_used_before_any_is_used_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "SIBLINGS", str(tmp_path / "{}"))
+    monkeypatch.setattr(process, "SIBLINGS", str(tmp_path / "{}"))
     for core, text in enumerate(("0,4\n", "1,5\n", "2-3\n", "2-3\n", "0,4\n", "1,5\n")):
         (tmp_path / str(core)).write_text(text)
-    assert cores.physical_first(range(6)) == [0, 1, 2, 3, 4, 5]
-    assert cores.physical_first([0, 2, 3, 4]) == [0, 2, 3, 4]
-    assert cores.physical_first([2, 3, 4, 5]) == [2, 4, 5, 3]
-    assert cores.physical_first([8, 9]) == [8, 9]  # nothing is known of these
+    assert process.physical_first(range(6)) == [0, 1, 2, 3, 4, 5]
+    assert process.physical_first([0, 2, 3, 4]) == [0, 2, 3, 4]
+    assert process.physical_first([2, 3, 4, 5]) == [2, 4, 5, 3]
+    assert process.physical_first([8, 9]) == [8, 9]  # nothing is known of these
 
 
 def test_a_later_run_of_the_process_may_use_all_cores_again() -> None:

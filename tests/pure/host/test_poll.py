@@ -1,6 +1,6 @@
 import pytest
 
-from hvdtrain.host.poll import LONGEST_SLEEP, SPIN_SECONDS, wait_until
+from hvdtrain.host.process import LONGEST_SLEEP, SPIN_SECONDS, wait_until
 
 POLL_SECONDS = 1e-6
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdtrain.host.stop import SAME_CTRL_C_SECONDS, STOP_SIGNALS, StopRequest
+from hvdtrain.host.process import SAME_CTRL_C_SECONDS, STOP_SIGNALS, StopRequest
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from hvdtrain import data
 from hvdtrain.data.index import read_index
 from hvdtrain.data.shards import stage, staged_folder
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.host import folders
+from hvdtrain.host import files
 from tests.conftest import Program
 from tests.single.training.jobs import assert_each_sample_once, small_disk, summary_of
 
@@ -44,7 +44,7 @@ def test_a_copy_in_shared_memory_outlives_the_next_start(small_set: Path, tmp_pa
     """The next start of several ranks removed the copy of --stage /dev/shm as a killed job's."""
     index = read_index(small_set)
     stage(index, str(tmp_path))
-    with folders.temporary(tmp_path):
+    with files.temporary_folder(tmp_path):
         assert stage(index, str(tmp_path)) == 0
 
 

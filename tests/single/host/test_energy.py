@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.host import energy
-from hvdtrain.host.energy import RAPL, Meter, open_meter
+from hvdtrain.host import counters
+from hvdtrain.host.counters import RAPL, Meter, open_meter
 
 LARGEST = 262_143_328_850  # microjoules
 
@@ -29,7 +29,7 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
         path.chmod(0o755)
-        monkeypatch.setattr(energy, "POWERCAP", path)
+        monkeypatch.setattr(counters, "POWERCAP", path)
         zone(path, "0", "package-0", 1_000_000)
         zone(path, "0:0", "core", 400_000)
         zone(path, "0:1", "dram", 50_000)
@@ -79,7 +79,7 @@ def test_a_counter_that_disappears_is_named(tree: Path) -> None:
 def test_a_system_without_counters_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(energy, "POWERCAP", tmp_path / "none")
+    monkeypatch.setattr(counters, "POWERCAP", tmp_path / "none")
     meter = open_meter(has_gpus=False)
     assert meter.as_json()["joules"] == {}
     assert meter.missing == ["RAPL: this system has no counters of its processors' energy"]
@@ -94,7 +94,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     The clusters of the tests have no plugin that counts: tests/slurm has the real answer to that.
     """
-    monkeypatch.setattr(energy, "POWERCAP", tmp_path / "none")
+    monkeypatch.setattr(counters, "POWERCAP", tmp_path / "none")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     answers(tmp_path, "scontrol", "AcctGatherEnergyType    = acct_gather_energy/ipmi")
     return tmp_path
@@ -143,7 +143,7 @@ def test_why_slurm_counts_no_energy_is_named(
 def test_slurm_that_does_not_answer_delays_a_run_for_seconds_only(
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(energy, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(counters, "ANSWER_SECONDS", 2.0)
     (slurm / "sstat").write_text("#!/bin/sh\nexec sleep 60\n")
     (slurm / "sstat").chmod(0o755)
     meter = open_meter(has_gpus=False, step=STEP)

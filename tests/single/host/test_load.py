@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.host import load
-from hvdtrain.host.load import Disturbance, Load, disturbance
+from hvdtrain.host import counters
+from hvdtrain.host.counters import Disturbance, Load, disturbance
 
 SPIN = "import time\nend = time.monotonic() + {}\nwhile time.monotonic() < end: pass"
 
@@ -20,14 +20,14 @@ def spin(seconds: float) -> None:
 
 
 def test_the_own_time_is_not_that_of_others_but_a_spinning_process_is() -> None:
-    before = load.read()
+    before = counters.read_load()
     spin(1.0)
-    alone = load.read().since(before)
-    before = load.read()
+    alone = counters.read_load().since(before)
+    before = counters.read_load()
     with subprocess.Popen([sys.executable, "-c", SPIN.format(2.0)]) as process:
-        while load.read().since(before).elapsed < 1.0:
+        while counters.read_load().since(before).elapsed < 1.0:
             time.sleep(0.1)
-        beside = disturbance([load.read().since(before)])
+        beside = disturbance([counters.read_load().since(before)])
     assert process.returncode == 0
     assert 0.05 < alone.used <= 1.1  # on a busy machine it gets only a part of a core
     assert beside.other_cores > 0.3
@@ -49,8 +49,8 @@ def test_counters_that_a_system_lacks_are_zero(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("STAT", "PROCESSORS", "GROUPS"):
-        monkeypatch.setattr(load, name, tmp_path / "none")
-    counted = load.read()
+        monkeypatch.setattr(counters, name, tmp_path / "none")
+    counted = counters.read_load()
     assert counted.busy == {}
     assert set(counted.throttled.values()) == {0.0}
     assert disturbance([counted]).other_cores == 0.0
@@ -66,12 +66,12 @@ def test_thermal_counters_and_the_limit_of_a_control_group_are_read(
     group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
     (tmp_path / group).mkdir(parents=True, exist_ok=True)
     (tmp_path / group / "cpu.stat").write_text("usage_usec 5\nthrottled_usec 250000\n")
-    monkeypatch.setattr(load, "STAT", tmp_path / "stat")
-    monkeypatch.setattr(load, "PROCESSORS", tmp_path)
-    monkeypatch.setattr(load, "GROUPS", tmp_path)
-    monkeypatch.setattr(load.os, "sched_getaffinity", lambda _: {0})
-    counted = load.read()
-    tick = 1 / load.os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(counters, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(counters, "PROCESSORS", tmp_path)
+    monkeypatch.setattr(counters, "GROUPS", tmp_path)
+    monkeypatch.setattr(counters.os, "sched_getaffinity", lambda _: {0})
+    counted = counters.read_load()
+    tick = 1 / counters.os.sysconf("SC_CLK_TCK")
     assert counted.busy == {0: pytest.approx(160 * tick)}
     assert counted.stolen == {0: pytest.approx(50 * tick)}
     assert counted.throttled == {0: 1.5, -1: 0.25}

@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 # Allocate and free as much as a step of a small network, in blocks as large as its activations.
 PROGRAM = """
 import ctypes, json, resource, sys
-from hvdtrain.host.memory import keep_freed_memory
+from hvdtrain.host.process import keep_freed_memory
 kept = keep_freed_memory() if sys.argv[1] == "kept" else None
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
