@@ -19,7 +19,7 @@ from typing import Any
 from hvdtrain.config import TrainConfig
 from hvdtrain.host.records import as_csv, read_mapping
 from hvdtrain.options.givenmodel import beside
-from hvdtrain.options.older import folded
+from hvdtrain.options.names import folded
 from hvdtrain.study.runs import Arm, run_all
 from hvdtrain.study.statistics import difference, markdown_table, number
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hvdtrain.plan.plan import Plan as Plan
     from hvdtrain.planner.options import PlanConfig as PlanConfig
     from hvdtrain.study.report import write as report
-    from hvdtrain.training.callbacks import Callback as Callback
+    from hvdtrain.training.console import Callback as Callback
     from hvdtrain.training.summary import TrainResult as TrainResult
     from hvdtrain.use.evaluate import evaluate as evaluate
     from hvdtrain.use.export import export as export
@@ -26,7 +26,7 @@ __version__ = "0.3.0"
 
 # Where each public name is defined: nothing is loaded before a name is used.
 _PLACES = {
-    "Callback": "hvdtrain.training.callbacks:Callback",
+    "Callback": "hvdtrain.training.console:Callback",
     "Component": "hvdtrain.models.component:Component",
     "Loss": "hvdtrain.models.losses:Loss",
     "Plan": "hvdtrain.plan.plan:Plan",

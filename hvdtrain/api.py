@@ -12,7 +12,7 @@ from hvdtrain.host import launchers
 if TYPE_CHECKING:
     from hvdtrain.check.parity import Parity
     from hvdtrain.planner.options import PlanConfig
-    from hvdtrain.training.callbacks import Callback
+    from hvdtrain.training.console import Callback
     from hvdtrain.training.summary import TrainResult
 
 

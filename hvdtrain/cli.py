@@ -16,8 +16,7 @@ from hvdtrain.health import failure
 from hvdtrain.host import launchers, output
 from hvdtrain.host.process import STOP_SIGNALS
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
-from hvdtrain.options.helptext import SHELLS, PrintCompletion
-from hvdtrain.options.parser import Parser, add_config, add_dataclass
+from hvdtrain.options.parser import SHELLS, Parser, PrintCompletion, add_config, add_dataclass
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.setup.options import ABOUT as SETUP
 from hvdtrain.setup.options import SetupOptions

@@ -9,15 +9,25 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from hvdtrain.options.checks import check_values
-from hvdtrain.options.deviceoptions import DeviceOptions
-from hvdtrain.options.emulateoptions import EmulateOptions
-from hvdtrain.options.faultrequest import BadStep, Restarts, parse_bad_step, parse_restarts
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Group, Rule, option
 from hvdtrain.options.givenmodel import Model, ModelInConfig
-from hvdtrain.options.imageoptions import ImageOptions
-from hvdtrain.options.optimisationoptions import OptimisationOptions
-from hvdtrain.options.planrequest import Chosen, PlanRequest, is_adaptive, parse_plan_request
-from hvdtrain.options.syncoptions import SyncOptions
+from hvdtrain.options.requests import (
+    BadStep,
+    Chosen,
+    PlanRequest,
+    Restarts,
+    is_adaptive,
+    parse_bad_step,
+    parse_plan_request,
+    parse_restarts,
+)
+from hvdtrain.options.sections import (
+    DeviceOptions,
+    EmulateOptions,
+    ImageOptions,
+    OptimisationOptions,
+    SyncOptions,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

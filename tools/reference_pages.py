@@ -26,9 +26,8 @@ from jsonargparse import ArgumentParser
 from hvdtrain import cli
 from hvdtrain.cli import COMMANDS
 from hvdtrain.config import TrainConfig
-from hvdtrain.options import helptext
 from hvdtrain.options.fields import flag
-from hvdtrain.options.parser import Parser, add_config, add_dataclass
+from hvdtrain.options.parser import Parser, add_config, add_dataclass, subcommands
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures.yml"
@@ -150,7 +149,7 @@ def commands_page() -> str:
         for command in COMMANDS:
             parser: ArgumentParser = program
             for word in command.split():
-                parser = helptext.subcommands(parser)[word]
+                parser = subcommands(parser)[word]
             parts.append(section(f"hvdtrain {command}", parser.format_help()))
     return "\n".join([ABOUT_COMMANDS, *parts])
 

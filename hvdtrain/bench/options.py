@@ -6,9 +6,8 @@ from typing import Literal
 from hvdtrain.config import TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
 from hvdtrain.host.launchers import ALGORITHMS
-from hvdtrain.options.deviceoptions import Device, Precision
 from hvdtrain.options.fields import about
-from hvdtrain.options.optimisationoptions import Seam
+from hvdtrain.options.sections import Device, Precision, Seam
 
 LARGEST_MESSAGE = 2**30
 

@@ -17,9 +17,8 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target, write_text
 from hvdtrain.models.component import Component
 from hvdtrain.models.shapes import boundaries
-from hvdtrain.options.optimisationoptions import smoothing_of
-from hvdtrain.options.planrequest import Chosen
-from hvdtrain.options.syncrequest import Server
+from hvdtrain.options.requests import Chosen, Server
+from hvdtrain.options.sections import smoothing_of
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.plan import planfile
 from hvdtrain.plan.actions import to_csv

@@ -23,7 +23,7 @@ from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.format import MANIFEST, Entry, Manifest, part_name, read_manifest
 from hvdtrain.checkpoint.tensorfile import verify
 from hvdtrain.config import TrainConfig
-from hvdtrain.engine.folder import RunFolder
+from hvdtrain.engine.folders import RunFolder
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
 from hvdtrain.world import World

@@ -24,7 +24,7 @@ from hvdtrain.checkpoint.format import (
 )
 from hvdtrain.checkpoint.store import MODEL, SYNC
 from hvdtrain.checkpoint.tensorfile import read_verified
-from hvdtrain.engine.folder import RunFolder
+from hvdtrain.engine.folders import RunFolder
 from hvdtrain.engine.progress import Progress
 from hvdtrain.engine.session import Session, Shape
 from hvdtrain.errors import DataError, UsageError

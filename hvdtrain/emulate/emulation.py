@@ -31,8 +31,8 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, component_costs
-from hvdtrain.options.emulateoptions import parse_emulate
-from hvdtrain.options.planrequest import Chosen
+from hvdtrain.options.requests import Chosen
+from hvdtrain.options.sections import parse_emulate
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
 from hvdtrain.plan.actions import COMPUTE

@@ -34,8 +34,7 @@ from hvdtrain.data.writer import count_values, mean_and_std
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.find import call_users, find_function
-from hvdtrain.options.imageoptions import AUGMENTATIONS
-from hvdtrain.options.optimisationoptions import smoothing_of
+from hvdtrain.options.sections import AUGMENTATIONS, smoothing_of
 from hvdtrain.world import World
 
 # Per split: shared by the ranks of a node, but at least twice the window of the shuffle.

@@ -1,10 +1,12 @@
 """The end of a job after a failure: one rank reports the error and ends all the others.
 
-The limits of --stall-timeout, which end a job in which a rank hangs, are here too.
+The limits of --stall-timeout, which end a job in which a rank hangs, are here too, and the message
+about a bad step.
 """
 
 import contextlib
 import errno
+import math
 import os
 import re
 import signal
@@ -13,11 +15,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import (
@@ -247,3 +249,44 @@ def stalled(line: str, suspects: str = "", listener: Listener | None = None) -> 
     """
     advice = suspects or "check the ranks or the disk it waits for, or raise --stall-timeout"
     fail(RankError(f"{stuck(current().rank, line)}: {advice}"), listener)
+
+
+class Sighting(NamedTuple):
+    """A component whose output was not finite; `place` is its position in the model."""
+
+    place: int
+    component: str
+    rank: int
+    has_bad_weights: bool
+
+
+def bad_step_words(
+    seen: Sequence[Sighting], norms: Mapping[str, float], places: Mapping[str, int]
+) -> str:
+    """Return which component went wrong first.
+
+    The forward pass goes wrong first in the first bad component of the model, the backward pass
+    in the last.
+
+    Args:
+        seen: the components whose output was not finite.
+        norms: norm of the gradients, by component.
+        places: position in the model, by component.
+    """
+    if seen:
+        first = min(seen)
+        why = (
+            "its weights are not finite either"
+            if first.has_bad_weights
+            else "its input and weights are finite"
+        )
+        return f"{first.component} is the first component whose output is not finite ({why})"
+    bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    if bad:
+        last = max(bad, key=lambda name: places[name])
+        return f"all outputs are finite, but the gradient of {last}, the first in backward, is not"
+    largest = max(norms, key=lambda name: norms[name])
+    return (
+        f"in a repetition the norm of all gradients is {math.hypot(*norms.values()):.3g}, "
+        f"and {largest} has the largest ({norms[largest]:.3g})"
+    )

@@ -13,7 +13,7 @@ from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.jobs import record
 from hvdtrain.jobs.options import JobOptions
-from hvdtrain.options.deviceoptions import AUTO_PRECISION
+from hvdtrain.options.sections import AUTO_PRECISION
 from hvdtrain.study import results
 from hvdtrain.study.results import Result, find
 from hvdtrain.study.series import Size, arrange

@@ -6,7 +6,7 @@ from typing import Literal
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.options import timelimit
+from hvdtrain.options import requests
 from hvdtrain.options.fields import about
 
 # These have the same name in sbatch, on the command line, in a study's file and in a site's file.
@@ -121,7 +121,7 @@ class SlurmOptions:
                     f"leave --{name} out"
                 )
         if self.mem is not None and not re.fullmatch(r"[0-9]+[KMGTkmgt]?", str(self.mem)):
-            raise UsageError(f"--mem {self.mem} is not understood: give {timelimit.MEMORY_FORMS}")
+            raise UsageError(f"--mem {self.mem} is not understood: give {requests.MEMORY_FORMS}")
 
 
 def _is_value(text: str) -> bool:
@@ -140,7 +140,7 @@ class JobOptions(SlurmOptions):
     cpus_per_rank: int = field(default=1, metadata=about("CPUs per rank"))
     gpus_per_node: int = field(default=0, metadata=about("GPUs per node, one per rank"))
     time: str | int = field(
-        default="1:00:00", metadata=about(f"time limit, as for sbatch: {timelimit.FORMS}")
+        default="1:00:00", metadata=about(f"time limit, as for sbatch: {requests.TIME_FORMS}")
     )
     chain: int = field(
         default=1,
@@ -162,10 +162,10 @@ class JobOptions(SlurmOptions):
             UsageError: if it is malformed or zero.
         """
         if str(self.time) == "None":  # an empty value in a study's file
-            raise UsageError(f"--time needs a value: give {timelimit.FORMS}")
-        minutes = timelimit.minutes(str(self.time))
+            raise UsageError(f"--time needs a value: give {requests.TIME_FORMS}")
+        minutes = requests.minutes(str(self.time))
         if minutes is None:
-            raise UsageError(f"--time {self.time!r} is not understood: give {timelimit.FORMS}")
+            raise UsageError(f"--time {self.time!r} is not understood: give {requests.TIME_FORMS}")
         if minutes == 0:
             raise UsageError(f"--time {self.time} is too short: give at least 1 minute")
         return minutes

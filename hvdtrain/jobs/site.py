@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from hvdtrain.errors import Preempted, UsageError
 from hvdtrain.host import records
 from hvdtrain.jobs.options import MEMORY, SBATCH_OPTIONS, JobOptions
-from hvdtrain.options.nearest import unknown_key
+from hvdtrain.options.names import unknown_key
 
 VARIABLE = "HVDTRAIN_SITE"
 # A job that was preempted has saved: it is requeued if the site allows that. In an array, one

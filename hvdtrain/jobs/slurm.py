@@ -17,10 +17,10 @@ from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.health.starts import SUBMISSION
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.site import BLOCKED, Site, parameters
-from hvdtrain.options import timelimit
+from hvdtrain.options import requests
+from hvdtrain.training.restarts import SUBMISSION
 
 ACTIVE = frozenset(
     {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD"}
@@ -150,7 +150,7 @@ def partitions() -> dict[str, Partition]:
         name, limit, nodes = line.strip().split("|")
         known = by_name.get(name.rstrip("*"))
         count = int(nodes) + (known.nodes if known else 0)
-        by_name[name.rstrip("*")] = Partition(timelimit.minutes(limit), count, name.endswith("*"))
+        by_name[name.rstrip("*")] = Partition(requests.minutes(limit), count, name.endswith("*"))
     return by_name
 
 

@@ -30,10 +30,9 @@ from hvdtrain.jobs.submit import (
 )
 from hvdtrain.options.fields import about
 from hvdtrain.options.givenmodel import beside
-from hvdtrain.options.nearest import unknown_key
-from hvdtrain.options.older import folded
+from hvdtrain.options.names import folded, unknown_key
 from hvdtrain.options.parser import Parser, add_dataclass, select_fields
-from hvdtrain.options.syncoptions import SyncOptions
+from hvdtrain.options.sections import SyncOptions
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")

@@ -19,8 +19,8 @@ from hvdtrain.host import output, records
 from hvdtrain.jobs import record, slurm
 from hvdtrain.jobs.record import Record
 from hvdtrain.jobs.slurm import State
-from hvdtrain.training import runrecords
-from hvdtrain.training.runrecords import Line
+from hvdtrain.training import metrics
+from hvdtrain.training.metrics import Line
 
 TAIL = 2**20  # bytes that are read from the end of a file
 SAVED = ", state saved"
@@ -73,7 +73,7 @@ def _row(run: Path, job_record: Record, job: str, state: State | None) -> Row:
         state = State("FAILED")
     lines, note = [Line("")], state.reason if state.is_active else ""
     try:
-        lines += runrecords.read_lines(run, TAIL)
+        lines += metrics.read_lines(run, TAIL)
     except DataError as error:
         note = str(error)
     last = [line for line in lines if line.event in ("", "step", "epoch")][-1]

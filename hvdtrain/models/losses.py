@@ -20,7 +20,7 @@ from hvdtrain.data.index import TargetForm
 from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
 from hvdtrain.models.find import find_function
 from hvdtrain.models.shapes import Boundary
-from hvdtrain.options.optimisationoptions import smoothing_of
+from hvdtrain.options.sections import smoothing_of
 
 Function = Callable[[Tensor, Tensor], Tensor]
 ACCURACY = "accuracy"

@@ -1,24 +1,202 @@
-"""A command line parser whose errors are one line with the nearest valid names."""
+"""A command line parser: one-line errors with the nearest names, help pages, shell completion."""
 
 import argparse
 import dataclasses
 import itertools
 import re
+import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from argparse import SUPPRESS, Action, HelpFormatter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from hvdtrain.errors import UsageError
 from hvdtrain.host import records
-from hvdtrain.options import helptext, timelimit
+from hvdtrain.options import requests
 from hvdtrain.options.fields import NO_RULE, Group, Rule
 from hvdtrain.options.givenmodel import beside
-from hvdtrain.options.nearest import nearest, unknown_key
-from hvdtrain.options.older import folded, instead
+from hvdtrain.options.names import folded, instead, nearest, unknown_key
+
+NARROWEST, WIDEST = 40, 100  # columns
+OPTION_COLUMNS = 30  # columns for the names of options
+SHELLS = ("bash", "zsh")
+# The metavars that are completed as paths, with shtab's name for the kind of path.
+FILES = {"FILE": "FILE", "SRC": "FILE", "STUDY": "FILE"}
+PATHS = FILES | {"DIR": "DIRECTORY", "DEST": "DIRECTORY", "RUN": "DIRECTORY"}
+
+
+class Formatter(DefaultHelpFormatter):
+    """A formatter that shows required options in the usage, and no types or empty defaults."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        columns = {"max_help_position": OPTION_COLUMNS, "width": width()}
+        super().__init__(prog, **columns | settings)
+
+    def _format_usage(
+        self, usage: str | None, actions: Iterable[Action], groups: Any, prefix: str | None
+    ) -> str:
+        words = [f"{'usage: ' if prefix is None else prefix}{as_typed(self._prog)}"]
+        for action in actions:
+            if action.required or not action.option_strings:
+                values = self._format_args(action, _metavar(action))
+                words.append(" ".join([*action.option_strings[:1], values]))
+        return " ".join([*words, "[options]"]) + "\n\n"
+
+    def _format_action_invocation(self, action: Action) -> str:
+        if is_switch(action):
+            value = f" [{action.metavar}]" if action.metavar else ""
+            name = action.option_strings[0]
+            return f"{name}{value}, --no-{name.removeprefix('--')}"
+        return super()._format_action_invocation(action)
+
+    def _get_help_string(self, action: Action) -> str:
+        text = action.help or ""
+        if action.required and action.option_strings:
+            return f"{text} (required)"
+        has_none = action.default in (None, [], SUPPRESS) or action.default is False
+        if has_none or "(default: " in text:
+            return text
+        return f"{text} (default: %(default)s)"
+
+    def _get_default_metavar_for_positional(self, action: Action) -> str:
+        return _metavar(action)
+
+
+def is_switch(action: Action) -> bool:
+    """Return whether an option may be used without a value, and with `--no-` before its name."""
+    return action.const is True and action.nargs == "?"
+
+
+class SwitchOff(Action):
+    """Sets a boolean option to False."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(nargs=0, **settings)
+
+    def __call__(self, parser: Any, namespace: Any, *ignored: Any) -> None:
+        """Set the option to False."""
+        setattr(namespace, self.dest, False)
+
+
+def metavar(kind: object) -> str | None:
+    """Return the placeholder for a value of a type; None if the type does not imply one."""
+    options = [option for option in get_args(kind) if option is not type(None)] or [kind]
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(map(str, options))}}}"
+    if len(options) == 1 and options[0] is not kind:
+        return metavar(options[0])
+    return {int: "N", float: "X"}.get(options[0])
+
+
+def as_typed(prog: str) -> str:
+    """Return the words of a command, which jsonargparse writes with [options] between them."""
+    return prog.replace(" [options]", "")
+
+
+def subcommands(parser: ArgumentParser) -> dict[str, ArgumentParser]:
+    """Return the commands of a command by name; empty if it has none."""
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            return dict(action.choices)
+    return {}
+
+
+def overview(parser: ArgumentParser) -> str:
+    """Return the help page of a command that has commands, with one line per command."""
+    commands = dict(_leaves(parser))
+    program = as_typed(parser.prog or "")
+    return "\n".join(
+        [
+            f"usage: {program} COMMAND [options]\n\n{parser.description}\n\ncommands:",
+            *_table([(name, _first_sentence(leaf)) for name, leaf in commands.items()]),
+            "\noptions:",
+            *_table(_options(parser)),
+            f"\n`{program} COMMAND --help` lists the options of a command.\n",
+        ]
+    )
+
+
+def width() -> int:
+    """Return the width of a help page in columns."""
+    return max(NARROWEST, min(shutil.get_terminal_size().columns - 2, WIDEST))
+
+
+def _metavar(action: Action) -> str:
+    return str(action.metavar or action.dest.upper())
+
+
+def _leaves(parser: ArgumentParser, before: str = "") -> Iterator[tuple[str, ArgumentParser]]:
+    for name, command in subcommands(parser).items():
+        if subcommands(command):
+            yield from _leaves(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", command
+
+
+def _first_sentence(parser: ArgumentParser) -> str:
+    return (parser.description or "").partition(". ")[0].removesuffix(".")
+
+
+def _options(parser: ArgumentParser) -> list[tuple[str, str]]:
+    formatter = HelpFormatter("")
+    actions = [action for action in parser._actions if action.option_strings]
+    shown = [action for action in actions if action.help != SUPPRESS]
+    return [(formatter._format_action_invocation(action), action.help or "") for action in shown]
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    column = max(len(name) for name, _ in rows) + 4
+    return [
+        textwrap.fill(f"  {name:<{column - 2}}{text}", width(), subsequent_indent=" " * column)
+        for name, text in rows
+    ]
+
+
+class PrintCompletion(Action):
+    """Prints the script of a shell, and ends the process."""
+
+    def __call__(self, parser: Any, namespace: Any, shell: Any, *ignored: Any) -> None:
+        """Print the script and exit."""
+        print(completion_script(parser, shell))
+        sys.exit()  # jsonargparse's parser cannot be used after this
+
+
+def completion_script(parser: ArgumentParser, shell: str) -> str:
+    """Return the script with which a shell completes the words after `hvdtrain`.
+
+    The parser cannot be used after this call.
+
+    Raises:
+        UsageError: if shtab, which writes the script, is not installed.
+    """
+    try:
+        import shtab
+    except ImportError:
+        raise UsageError("--print-completion needs shtab: pip install shtab") from None
+    for action in _actions(parser):
+        if action.metavar in PATHS:
+            action.complete = getattr(shtab, PATHS[action.metavar])  # type: ignore[attr-defined]
+        elif isinstance(action, SwitchOff):
+            action.help = ""  # shtab leaves out options without help
+        elif is_switch(action):
+            if action.metavar:  # there are values besides true and false
+                action.choices = str(action.metavar).split("|")
+            else:
+                action.nargs = 0  # else the next word would be completed as its value
+    text: str = parser.get_completion_script(f"shtab-{shell}")
+    return text
+
+
+def _actions(parser: ArgumentParser) -> Iterator[Action]:
+    yield from parser._actions
+    for command in subcommands(parser).values():
+        yield from _actions(command)
+
 
 Options = TypeVar("Options")
 
@@ -43,7 +221,7 @@ SBATCH_ONLY = {
 }
 # fmt: on
 # Formats of values that are more than text or a number.
-VALUE_FORMS = {"--time": timelimit.FORMS, "--mem": timelimit.MEMORY_FORMS}
+VALUE_FORMS = {"--time": requests.TIME_FORMS, "--mem": requests.MEMORY_FORMS}
 # Names of values in other tools, with the value that does the same here.
 VALUE_ALIASES = {
     "gpu": "cuda",
@@ -60,12 +238,12 @@ class Parser(ArgumentParser):
     """jsonargparse's parser, with errors as `UsageError` instead of a usage page and an exit."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=helptext.Formatter, **settings)
+        super().__init__(allow_abbrev=False, formatter_class=Formatter, **settings)
 
     def format_help(self, formatter: argparse.HelpFormatter | None = None) -> str:
         """Return the help page: the options, or the commands of a command that has some."""
-        if helptext.subcommands(self):
-            return helptext.overview(self)
+        if subcommands(self):
+            return overview(self)
         return super().format_help(formatter)
 
     def print_help(self, file: Any = None) -> None:
@@ -78,9 +256,7 @@ class Parser(ArgumentParser):
         for action, text in zip(more, texts, strict=True):
             action.help = text
         if more:
-            page += (
-                f"\n`{helptext.as_typed(self.prog)} --help-all` lists {len(more)} more options.\n"
-            )
+            page += f"\n`{as_typed(self.prog)} --help-all` lists {len(more)} more options.\n"
         self._print_message(page, file or sys.stdout)
 
     def parse_args(  # type: ignore[override]
@@ -122,7 +298,7 @@ class Parser(ArgumentParser):
             if action.help != argparse.SUPPRESS and not action.dest.startswith(("help", "print_")):
                 known |= {flag.removeprefix("--"): action for flag in action.option_strings}
         known |= {name.replace("-", "_"): action for name, action in known.items()}
-        switches = [name for name, action in known.items() if helptext.is_switch(action)]
+        switches = [name for name, action in known.items() if is_switch(action)]
         keys = [name for name in known if "-" not in name and name != "config"]
         for key, value in values.items():
             if key not in known:
@@ -136,16 +312,16 @@ class Parser(ArgumentParser):
         """Raise a UsageError with the message in one line, with suggestions for unknown names."""
         if match := re.match(r'expected "(\S+)" to be one of', message):
             self._refuse_without_command(match[1].split(".")[:-1])
-        command = helptext.as_typed(self.prog)
+        command = as_typed(self.prog)
         raise UsageError(explain(message, sorted(_long_options(self)), command)) from None
 
     def _refuse_without_command(self, words: Sequence[str]) -> NoReturn:
         """Print the commands that may follow these words, and raise that one is missing."""
         parser: ArgumentParser = self
         for word in words:
-            parser = helptext.subcommands(parser)[word]
+            parser = subcommands(parser)[word]
         print(parser.format_help(), end="")
-        raise UsageError(f"a command is missing: one of {', '.join(helptext.subcommands(parser))}")
+        raise UsageError(f"a command is missing: one of {', '.join(subcommands(parser))}")
 
 
 def explain(message: str, options: Iterable[str], command: str) -> str:
@@ -231,7 +407,7 @@ def _add_option(group: Any, item: dataclasses.Field[Any], kind: Any) -> None:
     if about.get("default"):
         text += f" (default: {about['default']})"
     kinds = get_args(kind) or (kind,)
-    shown = about.get("metavar") or helptext.metavar(kind) or item.name.upper()
+    shown = about.get("metavar") or metavar(kind) or item.name.upper()
     flags = [flag, f"--{about['alias']}"] if about.get("alias") else [flag]
     settings: dict[str, Any] = {"type": kind, "help": text, "metavar": shown}
     if bool in kinds:
@@ -268,7 +444,7 @@ def _add_switch(group: Any, flag: str, kind: Any, default: object, text: str) ->
     group.add_argument(
         f"--no-{flag.removeprefix('--')}",
         dest=flag.removeprefix("--").replace("-", "_"),
-        action=helptext.SwitchOff,
+        action=SwitchOff,
         default=default,
         help=argparse.SUPPRESS,
     )
@@ -325,7 +501,7 @@ def _long_options(parser: ArgumentParser) -> set[str]:
     names: set[str] = set()
     for action in parser._actions:
         names.update(flag for flag in action.option_strings if flag.startswith("--"))
-    for command in helptext.subcommands(parser).values():
+    for command in subcommands(parser).values():
         names |= _long_options(command)
     return names - {"--help", "--version", "--print_shtab", "--print_config"}
 

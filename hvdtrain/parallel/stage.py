@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdtrain.data.augment import Places
 from hvdtrain.device import Mark
 from hvdtrain.models import extrastate
-from hvdtrain.options.decay import is_exempt
+from hvdtrain.options.sections import is_exempt
 from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
 from hvdtrain.parallel.boundary import keeping_format
 from hvdtrain.parallel.checksums import digest, fingerprint

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from hvdtrain.errors import UsageError
-from hvdtrain.options.nearest import nearest
+from hvdtrain.options.names import nearest
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")  # `schedule.POLICIES` has their rules
 DEFAULT_SCHEDULE = "1f1b"

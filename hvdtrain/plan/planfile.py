@@ -11,8 +11,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import write_text
 from hvdtrain.host.records import parse_json
-from hvdtrain.options.nearest import nearest, unknown_key
-from hvdtrain.options.planrequest import (
+from hvdtrain.options.names import nearest, unknown_key
+from hvdtrain.options.requests import (
     DP,
     SHORT_FORMS,
     Chosen,

@@ -8,13 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hvdtrain.options.syncrequest import (
-    NO_COMPRESSION,
-    CompressRequest,
-    Half,
-    PowerSGD,
-    TopK,
-)
+from hvdtrain.options.requests import NO_COMPRESSION, CompressRequest, Half, PowerSGD, TopK
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 

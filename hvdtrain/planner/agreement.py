@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.options.syncrequest import (
+from hvdtrain.options.requests import (
     NO_SYNC,
     CompressRequest,
     DiLoCo,

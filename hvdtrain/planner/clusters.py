@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UsageError, on_one_line
 from hvdtrain.host.records import read_mapping
-from hvdtrain.options.nearest import nearest, unknown_key
+from hvdtrain.options.names import nearest, unknown_key
 from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.memory import GIB, optimizer_copies
 from hvdtrain.planner.network import Contention, Curve, Line

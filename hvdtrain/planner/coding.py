@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.device import now
-from hvdtrain.options.syncrequest import NoCompression, parse_compress_request
+from hvdtrain.options.requests import NoCompression, parse_compress_request
 from hvdtrain.planner.agreement import FREE, Coding
 from hvdtrain.planner.chain import repeated
 from hvdtrain.sync.collectives import Collectives

@@ -20,7 +20,7 @@ from hvdtrain.device import free_bytes, give_back, held_bytes
 from hvdtrain.host.process import return_freed_memory
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.models.costs import ComponentCost
-from hvdtrain.options.planrequest import Chosen
+from hvdtrain.options.requests import Chosen
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import AUTOCAST, Images, StageModel
 from hvdtrain.plan.passes import group_by_bytes

@@ -5,10 +5,9 @@ from typing import Literal
 
 from hvdtrain.config import TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
-from hvdtrain.options.deviceoptions import Device, FixedPrecision
 from hvdtrain.options.fields import about
 from hvdtrain.options.givenmodel import Model, ModelInConfig
-from hvdtrain.options.optimisationoptions import Seam
+from hvdtrain.options.sections import Device, FixedPrecision, Seam
 
 
 @dataclass(frozen=True, kw_only=True)

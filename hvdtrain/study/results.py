@@ -15,18 +15,11 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.images import shown
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.counters import SLURM, Disturbance
-from hvdtrain.options.emulateoptions import parse_emulate
 from hvdtrain.options.fields import Rule
-from hvdtrain.options.planrequest import (
-    Chosen,
-    Mirrored,
-    PlanFile,
-    is_adaptive,
-    parse_plan_request,
-)
-from hvdtrain.options.syncoptions import SyncOptions
-from hvdtrain.training import runrecords
-from hvdtrain.training.runrecords import METRICS, SUMMARY, Layout, Line, Summary
+from hvdtrain.options.requests import Chosen, Mirrored, PlanFile, is_adaptive, parse_plan_request
+from hvdtrain.options.sections import SyncOptions, parse_emulate
+from hvdtrain.training import metrics
+from hvdtrain.training.metrics import METRICS, SUMMARY, Layout, Line, Summary
 
 # Runs that differ only in these are compared: sizes, repeats, and the names and handling of files.
 NOT_SETTINGS = frozenset(
@@ -142,8 +135,8 @@ def read(run: Path) -> Result:
         DataError: if its files cannot be parsed.
     """
     try:
-        summary = runrecords.read_summary(run)
-        lines = runrecords.read_lines(run)
+        summary = metrics.read_summary(run)
+        lines = metrics.read_lines(run)
         if summary is None or not lines:
             raise ValueError(f"it has no {SUMMARY}" if lines else f"its {METRICS} is empty")
         _check(summary)

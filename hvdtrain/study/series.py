@@ -10,8 +10,8 @@ from statistics import median as middle
 import numpy as np
 from scipy import stats
 
-from hvdtrain.options.planrequest import Pipeline, parse_plan_request
-from hvdtrain.options.syncoptions import SyncOptions
+from hvdtrain.options.requests import Pipeline, parse_plan_request
+from hvdtrain.options.sections import SyncOptions
 from hvdtrain.study.laws import Laws, Scaling, compare, serial_fraction
 from hvdtrain.study.results import EXACT, Result
 from hvdtrain.study.statistics import Estimate, median, ratio

@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from hvdtrain.options.syncrequest import DiLoCo, Elastic, Local
+from hvdtrain.options.requests import DiLoCo, Elastic, Local
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.states import MODEL, CopiedStates, Kept, Replica, Shapes

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvdtrain.options import syncrequest
-from hvdtrain.options.syncrequest import CompressRequest
+from hvdtrain.options import requests
+from hvdtrain.options.requests import CompressRequest
 from hvdtrain.plan.traffic import largest_count, padded
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import ExactSums, Sums
@@ -26,16 +26,16 @@ def make_sums(request: CompressRequest, collectives: Collectives) -> Sums:
     Args:
         collectives: among the replicas.
     """
-    if isinstance(request, syncrequest.NoCompression):
+    if isinstance(request, requests.NoCompression):
         return ExactSums(collectives)
     if collectives.size == 1:
         return SingleSums(collectives, request.after)
     match request:
-        case syncrequest.Half(dtype, after):
+        case requests.Half(dtype, after):
             return HalfSums(DTYPES[dtype], collectives, after)
-        case syncrequest.TopK(ratio, after):
+        case requests.TopK(ratio, after):
             return TopKSums(ratio, collectives, after)
-        case syncrequest.PowerSGD(rank, after):
+        case requests.PowerSGD(rank, after):
             return PowerSums(rank, collectives, after)
     raise AssertionError(f"{request} is not known")
 

@@ -3,7 +3,7 @@
 from hvdtrain import world as worlds
 from hvdtrain.errors import UsageError
 from hvdtrain.host.launchers import has_horovod
-from hvdtrain.options.syncoptions import Library
+from hvdtrain.options.sections import Library
 from hvdtrain.sync.collectives import Collectives, HorovodCollectives
 from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.world import World

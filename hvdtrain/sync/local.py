@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hvdtrain.options.syncrequest import DiLoCo, Elastic, Local
+from hvdtrain.options.requests import DiLoCo, Elastic, Local
 from hvdtrain.plan.cut import Share
 from hvdtrain.plan.marks import Reduction
 from hvdtrain.sync.apart import Apart, SampleCount, weighted_average

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hvdtrain.errors import UsageError
-from hvdtrain.options.syncrequest import CompressRequest, Exact, Local, parse_sync_request
+from hvdtrain.options.requests import CompressRequest, Exact, Local, parse_sync_request
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.apart import SampleCount
 from hvdtrain.sync.collectives import Alone

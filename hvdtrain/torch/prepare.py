@@ -14,11 +14,7 @@ from hvdtrain.device import check_horovod_on, is_gpu
 from hvdtrain.errors import UsageError
 from hvdtrain.models import extrastate
 from hvdtrain.models.component import is_dense
-from hvdtrain.options.syncrequest import (
-    NO_COMPRESSION,
-    CompressRequest,
-    parse_compress_request,
-)
+from hvdtrain.options.requests import NO_COMPRESSION, CompressRequest, parse_compress_request
 from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.sync.groups import open_group
 from hvdtrain.torch import state as states

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from hvdtrain.engine.control import stop_code
 from hvdtrain.host.process import StopRequest
 from hvdtrain.models.extrastate import COMPILED
-from hvdtrain.options.syncrequest import NO_COMPRESSION, CompressRequest
+from hvdtrain.options.requests import NO_COMPRESSION, CompressRequest
 from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Alone, Collectives

@@ -20,7 +20,7 @@ from hvdtrain.device import choose_device
 from hvdtrain.errors import HvdtrainError, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.process import STOP_SIGNALS
-from hvdtrain.options.syncoptions import Library
+from hvdtrain.options.sections import Library
 from hvdtrain.sync.groups import reduction_library, remarks
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Agreement, Note

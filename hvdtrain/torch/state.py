@@ -12,7 +12,7 @@ from torch import nn
 from hvdtrain.errors import UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.process import StopRequest
-from hvdtrain.options.syncoptions import Library
+from hvdtrain.options.sections import Library
 from hvdtrain.sync.states import Kept
 from hvdtrain.torch.agreement import Agreement
 from hvdtrain.torch.reading import Batch, Reading

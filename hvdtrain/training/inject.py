@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import IO
 
 from hvdtrain.checkpoint import store
-from hvdtrain.engine.folder import RunFolder
+from hvdtrain.engine.folders import RunFolder
 from hvdtrain.engine.session import Session
 from hvdtrain.errors import UsageError
-from hvdtrain.options.injection import Fault, parse
+from hvdtrain.options.requests import Fault, parse_faults
 from hvdtrain.plan.plan import Plan
 from hvdtrain.training.console import Console
 
@@ -190,7 +190,7 @@ def make_injector(
     """Return the injector of `--inject`, or None without that option."""
     if not session.config.inject:
         return None
-    faults = parse(session.config.inject, session.world.size)
+    faults = parse_faults(session.config.inject, session.world.size)
     for fault in faults:
         where = f"on rank {fault.rank}" if fault.rank is not None else f"in {fault.component}"
         console.say(f"injecting {fault.kind} at step {fault.step} {where}")

@@ -1,44 +1,79 @@
-"""The training loop of a run, from the first step to the summary."""
+"""The training loop of a run: its start, its steps, its evaluations and its end."""
 
 import atexit
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.checkpoint.replication import repair_records
 from hvdtrain.config import TrainConfig
-from hvdtrain.configfile import as_started
+from hvdtrain.configfile import as_started, public
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.engine.control import Agreed, Flags, Stopped, Vitals, stop_code
-from hvdtrain.engine.feed import Feed, Request, requests, training_feeder, watched
+from hvdtrain.engine.feed import Feed, Feeder, Request, requests, training_feeder, watched
 from hvdtrain.engine.progress import Stopwatch, learning_rate
-from hvdtrain.engine.session import StepInput
+from hvdtrain.engine.session import PendingStep, Session, StepInput, StepOutcome
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
+from hvdtrain.host import output
 from hvdtrain.host.activity import Activity
+from hvdtrain.host.ownership import LAUNCHED, process_start, since_boot
 from hvdtrain.host.process import StopRequest
 from hvdtrain.options.givenmodel import SEAMS
-from hvdtrain.training.callbacks import Callbacks
-from hvdtrain.training.console import Console
-from hvdtrain.training.evaluate import end_epoch, evaluate_end
-from hvdtrain.training.memorylimit import agreed_excess, check_memory
+from hvdtrain.training.console import Callbacks, Console
 from hvdtrain.training.metrics import summary_of_finished
-from hvdtrain.training.opening import StartClock, begin, open_session
-from hvdtrain.training.precheck import check_seams
+from hvdtrain.training.precheck import NO_TENSORFLOW, check_seams
 from hvdtrain.training.run import Run, open_run
-from hvdtrain.training.steplog import StepLog, check_replicas, compare_fingerprints
-from hvdtrain.training.summary import TrainResult, expectation_line, summarise
+from hvdtrain.training.steplog import (
+    StepLog,
+    agreed_excess,
+    check_memory,
+    check_replicas,
+    compare_fingerprints,
+)
+from hvdtrain.training.summary import TrainResult, announce, expectation_line, summarise
+from hvdtrain.world import World
 from hvdtrain.world import start as start_world
 from hvdtrain.world import stop as stop_world
 
 TRACED_STEPS = 20
+
+
+@dataclass
+class StartClock:
+    """Seconds from the command to the first step of this process, by phase.
+
+    Another launcher does not tell when it was started: then they count from the start of this
+    process.
+
+    Attributes:
+        last: when the last phase ended, in seconds since boot.
+        seconds: by phase, in their order.
+    """
+
+    last: float = field(default_factory=process_start)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (launched := os.environ.pop(LAUNCHED, None)) is not None:
+            self.seconds["launch"] = max(0.0, self.last - float(launched))
+
+    def mark(self, phase: str) -> None:
+        """Count the seconds since the last mark for a phase."""
+        now = since_boot()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
+        self.last = now
 
 
 def train(
@@ -387,3 +422,174 @@ def _leave(run: Run, code: int) -> None:
     kind = Interrupted if code == Interrupted.exit_code else Preempted
     where = f"after step {step}, state saved" if step else "before the first step"
     raise kind(f"stopped {where}: continue with --resume --run {run.journal.folder.path}")
+
+
+def open_session(config: TrainConfig, world: World, mark: Callable[[str], None]) -> Session:
+    """Return the session of a run; loads only the framework of the run. Collective.
+
+    Args:
+        mark: called with the name of each phase at its end.
+
+    Raises:
+        UsageError, DataError: if the options or the data are invalid.
+    """
+    if config.framework == "tensorflow":
+        # Hides TensorFlow's remarks on processors and plug-ins; errors come as exceptions.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        if find_spec("tensorflow") is None:
+            raise UsageError(NO_TENSORFLOW)
+        with output.without(output.TENSORFLOW_REMARKS):
+            from hvdtrain.backends.tensorflow import opening
+        mark("framework")
+        session: Session = opening.open_session(config, world)
+        mark("model")
+        return session
+    from hvdtrain.backends.pytorch import setup
+    from hvdtrain.check.plan import CHECKS
+
+    mark("framework")
+    return setup.open_session(config, world, CHECKS, mark)
+
+
+def begin(run: Run, clock: StartClock) -> None:
+    """Print the settings of the run, and start its clock when all ranks are ready. Collective."""
+    run.journal.followers.call("on_start", public(run.session.config), run.journal.folder.path)
+    if run.progress.step:
+        run.journal.followers.call("on_resume", run.progress.step)
+    announce(run)
+    # Other ranks wait while rank 0 opens the records: that must not count for their first step.
+    run.activity.step(run.progress.step)  # tells the launcher that training has started
+    clock.mark("run_folder")
+    if run.heartbeat.meter is not None:
+        run.heartbeat.meter.ask()
+    with run.activity.doing("waiting for all ranks to start"):
+        run.session.world.barrier()
+    clock.mark("waiting")
+    run.restart_clock()
+
+
+# Always among the results; null where they are not measured.
+MEASURED = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
+
+NO_STEP = PendingStep(0, lambda: StepOutcome(0.0, False))  # of an agreement in an evaluation
+
+
+def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tuple[Feed, int]]:
+    """Yield the batches of an evaluation; after each, all ranks agree on whether to stop.
+
+    Raises:
+        Stopped: on all ranks after the same batch.
+    """
+    code = None
+    for batch in batches:
+        yield batch
+        flags = Flags(
+            interrupted=run.stop.interrupted,
+            preempted=run.stop.preempted,
+            written=run.saving.saver.written,
+            failed=run.saving.saver.failed,
+        )
+        with run.activity.doing("agreeing with all ranks on an evaluation"):
+            agreed, _ = run.control.post(NO_STEP, flags, Vitals(0.0, 0.0))
+        if agreed is not None:
+            run.saving.follow(agreed)
+            code = agreed.stop
+        if code is not None:
+            break
+    for agreed in run.drain():
+        run.saving.follow(agreed)
+        code = code or agreed.stop
+    if code is not None:
+        raise Stopped(code)
+
+
+def evaluate(run: Run, split: str, rows: np.ndarray) -> dict[str, float]:
+    """Return the means of the loss and its measures over `rows` of a split, by name.
+
+    One rank counts each row, once.
+
+    Raises:
+        Stopped: on all ranks after the same batch, if any rank received a stop signal.
+    """
+    session = run.session
+    slices = order.step_slices(len(rows), session.evaluation_images)
+    sizes = [stop - start for start, stop in slices]
+    row_requests = requests(rows, slices, partial(session.local_rows, is_training=False))
+    with Loader(Feeder(session.splits[split]), row_requests) as loader:
+        feeds = watched(loader, run.activity)
+        local_sums = session.evaluate(_until_stopped(run, zip(feeds, sizes, strict=True)))
+    with session.activity.doing("adding up an evaluation"):
+        sums = np.sum(session.world.gather(local_sums), axis=0)
+    names = ("loss", *session.measures)
+    return {name: float(value) / len(rows) for name, value in zip(names, sums, strict=True)}
+
+
+def end_epoch(run: Run, may_be_best: bool) -> None:
+    """Evaluate after an epoch (or after the last step) if that is due; record it. Collective.
+
+    Args:
+        may_be_best: whether a checkpoint of this epoch is saved.
+
+    Raises:
+        Stopped: as `evaluate` does; nothing is recorded, so that a resumed run repeats all of it.
+    """
+    session, progress = run.session, run.progress
+    counted = progress.epoch_samples  # none where every step was skipped
+    others = [f"{split}_{name}" for split in ("val", "test") for name in session.measures]
+    final: dict[str, Any] = dict.fromkeys((*MEASURED, *others))
+    final["train_loss"] = progress.epoch_loss_sum / counted if counted else None
+    if run.evaluation_due:
+        final |= _measure(run)
+    run.saving.saved_step = None
+    progress.epoch_loss_sum, progress.epoch_samples = 0.0, 0
+    _record(run, final)
+    # Without a hold-out the training loss decides, never the test split.
+    metric, sign = "train_loss", -1
+    if len(session.held_rows):
+        metric, sign = ("val_accuracy", 1) if "accuracy" in session.measures else ("val_loss", -1)
+    best = progress.best
+    is_candidate = may_be_best and final[metric] is not None
+    if is_candidate and (best is None or sign * final[metric] > sign * best["value"]):
+        progress.best = {"metric": metric, "value": final[metric], "step": progress.step}
+
+
+def evaluate_end(run: Run) -> None:
+    """Evaluate a run that had ended already, if that is due now and was not then. Collective."""
+    final = run.progress.final
+    if run.complete and run.evaluation_due and final.get("test_loss") is None:
+        _record(run, final | _measure(run))
+
+
+def _record(run: Run, final: dict[str, Any]) -> None:
+    """Write the results of an epoch to the records and the console."""
+    progress = run.progress
+    progress.final = final
+    run.clock.count()
+    rate = progress.position / max(progress.train_seconds, 1e-9)
+    run.journal.event(
+        "epoch",
+        step=progress.step,
+        epoch=run.epoch,
+        position=progress.position,
+        seconds=progress.seconds,
+        train_seconds=progress.train_seconds,
+        images_per_second=rate,
+        **final,
+    )
+    cells = {name.replace("_", " ").replace("accuracy", "acc"): final[name] for name in final}
+    run.console.row(
+        {**cells, "epoch": run.epoch, "loss": final["train_loss"], "images/s": rate}
+        | {"seconds": progress.seconds}
+    )
+
+
+def _measure(run: Run) -> dict[str, float]:
+    """Evaluate on the hold-out, if there is one, and on the test split. Collective."""
+    session = run.session
+    clock = Stopwatch(run.progress, "evaluation_seconds", session.device)
+    held = evaluate(run, "train", session.held_rows) if len(session.held_rows) else {}
+    tested = evaluate(run, "test", np.arange(session.index.splits["test"].count))
+    clock.count()
+    return {f"val_{name}": value for name, value in held.items()} | {
+        f"test_{name}": value for name, value in tested.items()
+    }

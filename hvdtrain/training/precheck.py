@@ -9,12 +9,12 @@ from pathlib import Path
 
 from hvdtrain import data, models
 from hvdtrain.config import TrainConfig
-from hvdtrain.engine.dataset import as_modelled, index_for
+from hvdtrain.engine.folders import as_modelled, index_for
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.models.find import find_function
 from hvdtrain.options.givenmodel import SEAMS, is_reference
-from hvdtrain.options.optimisationoptions import RATE_SCHEDULES
-from hvdtrain.options.planrequest import Chosen, check_one_rank
+from hvdtrain.options.requests import Chosen, check_one_rank
+from hvdtrain.options.sections import RATE_SCHEDULES
 from hvdtrain.training.metrics import holds_run, no_run
 
 NO_TENSORFLOW = "TensorFlow is not installed: pip install tensorflow-cpu, or leave --framework out"
@@ -49,7 +49,7 @@ def check_seams(config: TrainConfig) -> None:
         if is_reference(getattr(config, name)):
             find_function(getattr(config, name), name)
     if config.callback:
-        from hvdtrain.training.callbacks import callback_class
+        from hvdtrain.training.console import callback_class
 
         for reference in config.callback:
             callback_class(reference)

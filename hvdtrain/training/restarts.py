@@ -1,20 +1,27 @@
-"""Jobs that our own launcher starts, and restarts from their last checkpoint."""
+"""Restarts of a run from its last checkpoint, by our own launcher and by Slurm.
 
+Slurm requeues a preempted job, and the next job of a chain follows a failed one: starts in a row
+that saved no new checkpoint are counted, since such a run would be restarted indefinitely.
+"""
+
+import json
+import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain import launch
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import Interrupted, Preempted, RankError, shortened
+from hvdtrain.errors import DataError, Interrupted, Preempted, RankError, shortened
 from hvdtrain.health.failure import start_patience
-from hvdtrain.health.starts import MOST_FRUITLESS_STARTS, newest
-from hvdtrain.host import alert
+from hvdtrain.host import alert, files, records
 from hvdtrain.host.ownership import LAUNCH, LAUNCHED, process_start, since_boot
 from hvdtrain.launch import RanksStop
-from hvdtrain.options import injection
+from hvdtrain.options import requests
 from hvdtrain.plan.planfile import refit
 from hvdtrain.training.metrics import AFTER_FAULTS, make_folder
 
@@ -45,10 +52,10 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
         environment = _environment(config, f"{launch_id}:{restarts.most - left}", messages)
         environment[LAUNCHED] = str(launched)
         options = _more(config, folder, ranks, bool(messages))
-        limit, before = start_patience(config), newest(folder)
+        limit, before = start_patience(config), newest_checkpoint(folder)
         ended = launch.supervise(ranks, [*arguments, *options], environment, stop, limit)
         messages.append(ended.message)
-        fruitless = 0 if newest(folder) != before else fruitless + 1
+        fruitless = 0 if newest_checkpoint(folder) != before else fruitless + 1
         may_restart = ended.code == RankError.exit_code and left > 0 and not stop.requested
         again = may_restart and fruitless < MOST_FRUITLESS_STARTS
         if ended.code not in NO_FAULT:
@@ -102,7 +109,7 @@ def _more(config: TrainConfig, folder: Path | None, ranks: int, is_again: bool) 
     """Return the options that one start adds: of repeated options the last one counts."""
     options = []
     if config.inject:  # random faults are drawn once, and none for ranks that were removed
-        faults = injection.parse(config.inject, config.ranks or 1)
+        faults = requests.parse_faults(config.inject, config.ranks or 1)
         options += [
             "--inject",
             "; ".join(str(fault) for fault in faults if (fault.rank or 0) < ranks),
@@ -115,3 +122,73 @@ def _more(config: TrainConfig, folder: Path | None, ranks: int, is_again: bool) 
     if ranks < (config.ranks or 1) and (plan := refit(config.plan, ranks)) is not None:
         options += ["--plan", plan]
     return options
+
+
+STARTS = "starts.json"
+SUBMISSION = "HVDTRAIN_SUBMISSION"  # the same for all jobs of a chain, and unique to it
+MOST_FRUITLESS_STARTS = 3  # also the limit of our own launcher
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run by Slurm.
+
+    Attributes:
+        submission: one command of a user, which may start a chain of jobs.
+        job: the Slurm job. number: how often it was requeued.
+        newest: the newest checkpoint at the start, and when it was made.
+        fruitless: earlier starts in a row of the submission that saved no checkpoint.
+    """
+
+    submission: str
+    job: str
+    number: str
+    newest: list[str | int]
+    fruitless: int = 0
+
+
+def count_start(run: Path, environment: Mapping[str, str] = os.environ) -> None:
+    """Count this start of a run, if Slurm started it.
+
+    Raises:
+        RankError: if the last starts saved nothing, so that this one probably would not either.
+        DataError: if the run folder cannot be written to.
+    """
+    job = environment.get("SLURM_JOB_ID", "")
+    if not job:
+        return
+    submission, number = environment.get(SUBMISSION, job), environment.get("SLURM_RESTART_COUNT")
+    now = Start(submission, job, number or "0", list(newest_checkpoint(run) or ()))
+    fruitless = _fruitless(now, _read(run / STARTS))
+    content = asdict(now) | {"fruitless": fruitless}
+    files.write_text(run / STARTS, json.dumps(content) + "\n", "the number of starts", DataError)
+    if fruitless >= MOST_FRUITLESS_STARTS:
+        raise RankError(
+            f"{run} is not restarted: {fruitless} starts in a row by Slurm saved no new "
+            f"checkpoint (the newest is {now.newest[0] if now.newest else 'none'}): fix the cause "
+            "that the log of the job shows for each start, then submit the run again"
+        )
+
+
+def newest_checkpoint(run: Path | None) -> tuple[str, int] | None:
+    """Return the name of the newest checkpoint of a run, and when it was made."""
+    from hvdtrain.checkpoint import store  # loads NumPy, which our launcher avoids
+
+    checkpoints = store.stored(run / "checkpoints") if run else []
+    return (checkpoints[-1].name, checkpoints[-1].stat().st_mtime_ns) if checkpoints else None
+
+
+def _fruitless(now: Start, before: Start | None) -> int:
+    """Return the number of earlier starts in a row that saved nothing.
+
+    All starts by one start of a job count once.
+    """
+    if before is None or (now.submission, now.newest) != (before.submission, before.newest):
+        return 0
+    return before.fruitless + ((now.job, now.number) != (before.job, before.number))
+
+
+def _read(path: Path) -> Start | None:
+    with suppress(DataError):
+        return records.read(path, Start)
+    return None

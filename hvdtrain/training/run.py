@@ -1,39 +1,114 @@
 """The objects of one run, and how a run is opened or resumed."""
 
+import json
 import math
 import os
 import threading
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.replication import Replication, open_replication, refuse_to_start_over
 from hvdtrain.checkpoint.restore import restore
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import Index, Resize
 from hvdtrain.engine.control import Agreed, Control
-from hvdtrain.engine.feed import READING
+from hvdtrain.engine.feed import READING, Normalisation
 from hvdtrain.engine.progress import LOSS_SCALE, Progress, Stopwatch
 from hvdtrain.engine.session import Session, StepInput, StepOutcome
-from hvdtrain.health import failure, starts
+from hvdtrain.errors import DataError
+from hvdtrain.health import failure
 from hvdtrain.health.failure import stalled
 from hvdtrain.health.heartbeat import Heartbeat, suspects
 from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
-from hvdtrain.host import alert, counters
+from hvdtrain.host import alert, counters, files, records
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.counters import Load, Meter, open_meter
 from hvdtrain.host.launchers import detect
 from hvdtrain.host.ownership import Owner, claim
 from hvdtrain.host.process import StopRequest
-from hvdtrain.training import inputs, metrics
-from hvdtrain.training.callbacks import Callbacks, followers
-from hvdtrain.training.console import Console, Journal
+from hvdtrain.training import metrics, restarts
+from hvdtrain.training.console import Callbacks, Console, Journal, followers
 from hvdtrain.training.inject import Injector, make_injector
 from hvdtrain.training.saving import Saving
 from hvdtrain.world import World, activity_path
+
+INPUTS = "inputs.json"
+LARGEST_SIZE = 2**16  # pixels
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The images that a model takes, and the classes that it returns.
+
+    Attributes:
+        image_size: of the model, in pixels.
+        stored_size: that the data set's images were scaled to before their centre was cut out.
+        resize: how image files get their size; None for a data set of pixels.
+        class_names: by class; none for targets that are not class labels.
+        outputs: of a model without classes.
+        mean, std: per channel, of pixels in 0..1, to normalise by.
+    """
+
+    image_size: int
+    stored_size: int
+    resize: Resize | None
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    outputs: int = 0
+
+    @property
+    def classes(self) -> int:
+        """The number of classes, or of outputs, that the model's function gets."""
+        return len(self.class_names) or self.outputs
+
+
+def inputs_of(index: Index, normalisation: Normalisation) -> Inputs:
+    """Return what the model of a run on a data set takes."""
+    mean, std = normalisation
+    return Inputs(
+        image_size=index.image_shape[0],
+        stored_size=min(index.stored_shape[:2]),
+        resize=index.resize,
+        class_names=index.class_names,
+        mean=tuple(map(float, mean)),
+        std=tuple(map(float, std)),
+        outputs=0 if index.targets is None else index.classes,
+    )
+
+
+def save_inputs(inputs: Inputs, run: Path) -> None:
+    """Write the record of a run.
+
+    Raises:
+        DataError: if it cannot be written.
+    """
+    text = json.dumps(asdict(inputs), indent=1) + "\n"
+    files.write_text(run / INPUTS, text, "the record of the inputs", DataError, files.OWN)
+
+
+def load_inputs(run: Path) -> Inputs | None:
+    """Return the record of a run; None for a run of a version without one.
+
+    Raises:
+        DataError: if the file is damaged.
+    """
+    inputs = records.read(run / INPUTS, Inputs)
+    if inputs is not None:
+        sizes = inputs.image_size, inputs.stored_size
+        has_channels = len(inputs.mean) == len(inputs.std) == 3 and min(inputs.std) > 0
+        is_resized = inputs.resize in (None, *get_args(Resize))
+        if not (0 < min(sizes) <= max(sizes) <= LARGEST_SIZE and has_channels and is_resized):
+            raise DataError(f"{run / INPUTS} has a value that is out of range: restore it")
+        if not inputs.classes > 0:
+            raise DataError(f"{run / INPUTS} names no class: restore it")
+    return inputs
+
 
 if TYPE_CHECKING:
     from hvdtrain.training.adapting import Adapter
@@ -242,7 +317,7 @@ def _claim(config: TrainConfig, folder: metrics.RunFolder, console: Console) -> 
         # Before the search for checkpoints: after this a replaced owner cannot commit one.
         store.restore_replaced(folder.checkpoints)
         store.clean(folder.checkpoints)
-        starts.count(folder.path)
+        restarts.count_start(folder.path)
     except BaseException:
         owner.release()
         raise
@@ -268,7 +343,7 @@ def _start_or_resume(
     if session.world.rank != 0:
         return progress, replication, None
     records = metrics.Records(folder, config, kept or {})
-    inputs.save(inputs.inputs_of(session.index, session.normalisation), folder.path)
+    save_inputs(inputs_of(session.index, session.normalisation), folder.path)
     return progress, replication, records
 
 

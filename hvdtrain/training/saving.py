@@ -13,7 +13,7 @@ from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.replication import Replication
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.engine.control import Agreed
-from hvdtrain.engine.folder import RunFolder
+from hvdtrain.engine.folders import RunFolder
 from hvdtrain.engine.progress import Progress, Stopwatch
 from hvdtrain.engine.session import Session
 from hvdtrain.errors import DataError, UsageError
@@ -21,7 +21,7 @@ from hvdtrain.health import failure
 from hvdtrain.health.failure import stalled
 from hvdtrain.host.activity import OTHERS_SAVE_FACTOR, SAVE_FACTOR, Activity
 from hvdtrain.host.ownership import Owner
-from hvdtrain.options.faultrequest import interval
+from hvdtrain.options.requests import interval
 from hvdtrain.training.console import Journal
 from hvdtrain.training.metrics import Records
 from hvdtrain.world import World

@@ -17,8 +17,8 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host import files
 from hvdtrain.host.records import as_csv
 from hvdtrain.options.givenmodel import Model
-from hvdtrain.options.nearest import nearest
-from hvdtrain.options.optimisationoptions import CROSS_ENTROPY, smoothing_of
+from hvdtrain.options.names import nearest
+from hvdtrain.options.sections import CROSS_ENTROPY, smoothing_of
 from hvdtrain.plan.program import EVALUATION_IMAGES
 from hvdtrain.use.trained import Trained, Which, read_config, trained_model
 

@@ -14,7 +14,7 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.records import as_csv
 from hvdtrain.options.givenmodel import Model
 from hvdtrain.plan.program import EVALUATION_IMAGES
-from hvdtrain.training.inputs import Inputs
+from hvdtrain.training.run import Inputs
 from hvdtrain.use.trained import Trained, Which, trained_model
 
 DEFAULT: Resize = "shorter"

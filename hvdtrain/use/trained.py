@@ -29,7 +29,7 @@ from hvdtrain.models import REGISTRY
 from hvdtrain.models.component import Component, tensor_shapes
 from hvdtrain.options.givenmodel import GivenModel, Model
 from hvdtrain.parallel.stage import AUTOCAST, Images, StageModel
-from hvdtrain.training.inputs import Inputs, inputs_of, load
+from hvdtrain.training.run import Inputs, inputs_of, load_inputs
 from hvdtrain.world import World
 
 Which = Literal["best", "last"]
@@ -125,7 +125,7 @@ def trained_model(
     """
     config = _config(Path(run), model)
     saved, checkpoint = saved_state(Path(run), which)
-    inputs = load(Path(run)) or _inputs_from_data(config, Path(run))
+    inputs = load_inputs(Path(run)) or _inputs_from_data(config, Path(run))
     for name in (config.model, config.augment):
         if not isinstance(name, GivenModel):
             check(Path(run), name, trust)

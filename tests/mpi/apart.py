@@ -11,7 +11,7 @@ from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.check.plan import local_batch, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component, tensor_shapes
-from hvdtrain.options.syncrequest import DiLoCo, Elastic
+from hvdtrain.options.requests import DiLoCo, Elastic
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Step
 from hvdtrain.plan.cut import cut

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import world as worlds
-from hvdtrain.options.syncrequest import parse_compress_request
+from hvdtrain.options.requests import parse_compress_request
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Alone, Collectives, HorovodCollectives
 from hvdtrain.sync.compress import make_sums

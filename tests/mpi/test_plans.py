@@ -15,7 +15,7 @@ from hvdtrain.check.parity import Parity
 from hvdtrain.check.plan import check_plan
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine import machine
-from hvdtrain.options.deviceoptions import Precision
+from hvdtrain.options.sections import Precision
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names

@@ -25,7 +25,7 @@ from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.planner import clusters
 from hvdtrain.study import results, series
-from hvdtrain.training import inputs
+from hvdtrain.training import run
 from tests import hostile
 from tests.pure.jobs.test_watch import RECORD
 from tests.pure.study.test_results import write_run
@@ -228,7 +228,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-INPUTS = asdict(inputs.Inputs(8, 8, None, ("a", "b"), (0.5,) * 3, (0.5,) * 3))
+INPUTS = asdict(run.Inputs(8, 8, None, ("a", "b"), (0.5,) * 3, (0.5,) * 3))
 RECORDS = (
     *("summary.json", "metrics.jsonl", "config.yaml", "job.json", "inputs.json"),
     *("checkpoints/best.json", "heartbeats/rank-0000.json"),
@@ -262,7 +262,7 @@ def check_other_runs(runs: Path) -> None:
     assert [Path(row.run).name for row in rows] == ["bad", "one", "two"]
     assert [row.epoch for row in rows[1:]] == [1, 1]
     assert len(watch.as_text(rows).splitlines()) >= 4
-    hostile.understood(lambda: inputs.load(runs / "bad"), DataError)
+    hostile.understood(lambda: run.load_inputs(runs / "bad"), DataError)
     hostile.understood(lambda: store.best(runs / "bad" / "checkpoints"), DataError)
 
 

@@ -19,7 +19,7 @@ from hvdtrain.host.files import SHARED_SETTINGS
 from hvdtrain.host.launchers import own_mpirun
 from hvdtrain.host.process import SAME_CTRL_C_SECONDS
 from hvdtrain.launch import mpirun
-from hvdtrain.training.evaluate import MEASURED
+from hvdtrain.training.loop import MEASURED
 from tests import warm
 from tests.conftest import Program, program, program_environment
 from tests.single.training.jobs import (

@@ -9,17 +9,17 @@ from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
 from hvdtrain.device import check_horovod_on, is_gpu
 from hvdtrain.engine.machine import machine_of
-from hvdtrain.options.planrequest import Chosen
-from hvdtrain.options.syncoptions import Library
-from hvdtrain.options.syncrequest import (
+from hvdtrain.options.requests import (
     NO_COMPRESSION,
     NO_SYNC,
+    Chosen,
     DiLoCo,
     Elastic,
     Exact,
     Local,
     Server,
 )
+from hvdtrain.options.sections import Library
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.apart import Meetings, SampleCount

@@ -26,7 +26,7 @@ from hvdtrain.models.shapes import (
     sample_input,
     shape_of,
 )
-from hvdtrain.options.optimisationoptions import smoothing_of
+from hvdtrain.options.sections import smoothing_of
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan

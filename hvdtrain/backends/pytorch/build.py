@@ -23,7 +23,7 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.models.losses import loss_of
 from hvdtrain.models.ready import ready_modules
-from hvdtrain.options.syncrequest import Server
+from hvdtrain.options.requests import Server
 from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.checksums import digest
 from hvdtrain.parallel.dropout import Draws, follow_samples

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engine.session import StepInput
-from hvdtrain.health.badstep import Sighting, as_words
+from hvdtrain.health.failure import Sighting, bad_step_words
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.parallel.step import Step, copied_buffers, restore_buffers
@@ -39,7 +39,7 @@ def diagnose(runtime: Runtime, plan: Plan, world: World, program: Program, step:
         reports = world.gather((sightings, _norms(runtime.parts, gradients)))
     seen = [sighting for theirs, _ in reports for sighting in theirs]
     norms = _largest([theirs for _, theirs in reports])
-    return as_words(seen, norms, places)
+    return bad_step_words(seen, norms, places)
 
 
 def _largest(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.models.find import call_users, find_function
-from hvdtrain.options.optimisationoptions import OPTIMIZERS
+from hvdtrain.options.sections import OPTIMIZERS
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 

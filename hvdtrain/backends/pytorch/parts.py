@@ -14,7 +14,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.emulate.components import sleep_in_updates
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
-from hvdtrain.options.syncrequest import Server as ServerRequest
+from hvdtrain.options.requests import Server as ServerRequest
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.boundary import Form, to_channels_last
 from hvdtrain.parallel.exchange import Exchange

@@ -16,8 +16,8 @@ from hvdtrain.data.shards import Samples
 from hvdtrain.engine.feed import Normalisation
 from hvdtrain.engine.machine import machine_of
 from hvdtrain.models.component import Component
-from hvdtrain.options.deviceoptions import AUTO_PRECISION
-from hvdtrain.options.syncrequest import Server
+from hvdtrain.options.requests import Server
+from hvdtrain.options.sections import AUTO_PRECISION
 from hvdtrain.parallel.stage import AUTOCAST, Images
 from hvdtrain.plan.plan import Plan
 from hvdtrain.precision import bf16_speedups, comparison, speedup

@@ -8,7 +8,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.images import centre
 from hvdtrain.data.shards import Samples
 from hvdtrain.errors import UsageError
-from hvdtrain.options.imageoptions import AUGMENTATIONS
+from hvdtrain.options.sections import AUGMENTATIONS
 from hvdtrain.parallel.resident import Resident
 
 MOST_MEMORY = 0.1  # of the free memory of a GPU

@@ -33,7 +33,7 @@ from hvdtrain.engine.session import (
 )
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.process import return_freed_memory
-from hvdtrain.options.syncrequest import NO_SYNC
+from hvdtrain.options.requests import NO_SYNC
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Logits, Step, read_later
 from hvdtrain.plan import program, trace

@@ -30,7 +30,6 @@ from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.device import choose_algorithms, choose_device, forget_peak
-from hvdtrain.engine.dataset import as_modelled, shared_index
 from hvdtrain.engine.feed import (
     Normalisation,
     check_images,
@@ -39,13 +38,14 @@ from hvdtrain.engine.feed import (
     open_splits,
     staged,
 )
+from hvdtrain.engine.folders import as_modelled, shared_index
 from hvdtrain.engine.machine import machine_of
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models.component import Component, build_started, start_of, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.models.shapes import Boundary
-from hvdtrain.options.planrequest import Chosen
+from hvdtrain.options.requests import Chosen
 from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile

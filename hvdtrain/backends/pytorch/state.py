@@ -19,8 +19,8 @@ from hvdtrain.device import copy_out, new_host
 from hvdtrain.engine.session import Shape, State
 from hvdtrain.errors import UsageError
 from hvdtrain.models import extrastate, weights
-from hvdtrain.options.optimisationoptions import OPTIMIZERS
-from hvdtrain.options.syncrequest import Server
+from hvdtrain.options.requests import Server
+from hvdtrain.options.sections import OPTIMIZERS
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part
 from hvdtrain.plan.plan import Plan

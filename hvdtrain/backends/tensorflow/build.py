@@ -10,7 +10,7 @@ from hvdtrain.checkpoint.tensorfile import DTYPES
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models import find
-from hvdtrain.options.decay import is_exempt
+from hvdtrain.options.sections import is_exempt
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
 

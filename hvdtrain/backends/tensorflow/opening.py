@@ -12,14 +12,8 @@ from hvdtrain.backends.tensorflow.session import KerasFaults, KerasSession, Kera
 from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps, make_strategy
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
-from hvdtrain.engine.dataset import shared_index
-from hvdtrain.engine.feed import (
-    check_images,
-    check_started,
-    normalisation,
-    open_splits,
-    staged,
-)
+from hvdtrain.engine.feed import check_images, check_started, normalisation, open_splits, staged
+from hvdtrain.engine.folders import shared_index
 from hvdtrain.engine.session import Device
 from hvdtrain.errors import UsageError
 from hvdtrain.health.failure import patience, stalled
@@ -32,7 +26,7 @@ from hvdtrain.keras.ranks import (
     use_gpus,
     use_own_threads,
 )
-from hvdtrain.options.planrequest import Mirrored, check_one_rank
+from hvdtrain.options.requests import Mirrored, check_one_rank
 from hvdtrain.plan.plan import replicated
 from hvdtrain.world import World, notes
 

@@ -30,7 +30,7 @@ from hvdtrain.engine.session import (
     StepOutcome,
 )
 from hvdtrain.errors import UsageError
-from hvdtrain.health.badstep import Sighting, as_words
+from hvdtrain.health.failure import Sighting, bad_step_words
 from hvdtrain.keras import ranks as keras_ranks
 from hvdtrain.keras.optimizer import sums
 from hvdtrain.world import World
@@ -258,7 +258,7 @@ def diagnose(
         weight.path: float(np.linalg.norm(gradient.numpy().astype(np.float64)))
         for weight, gradient in zip(steps.weights, gradients, strict=True)
     }
-    return as_words(seen, norms, {name: place for place, name in enumerate(norms)})
+    return bad_step_words(seen, norms, {name: place for place, name in enumerate(norms)})
 
 
 @contextmanager

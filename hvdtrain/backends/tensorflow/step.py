@@ -13,7 +13,7 @@ from hvdtrain.data import order
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import sums
 from hvdtrain.keras.ranks import is_float
-from hvdtrain.options.optimisationoptions import smoothing_of
+from hvdtrain.options.sections import smoothing_of
 from hvdtrain.world import World
 
 

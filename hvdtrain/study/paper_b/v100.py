@@ -39,7 +39,7 @@ from hvdtrain.study.paper_b.claims import (
 from hvdtrain.study.paper_b.plans import ADAPTIVE, DP, HYBRID, MP
 from hvdtrain.study.runs import Arm, make_folder, run_all
 from hvdtrain.study.statistics import markdown_table
-from hvdtrain.training import runrecords
+from hvdtrain.training import metrics
 
 CLUSTER = "8-v100"
 CLASSES = 100  # CIFAR-100
@@ -297,11 +297,11 @@ def emulate(options: PaperBOptions, say: Callable[[str], object]) -> Emulations:
 
     def result(arm: Arm) -> Emulated:
         (run,) = folders[arm.key]
-        summary = runrecords.read_summary(run)
+        summary = metrics.read_summary(run)
         if summary is None or summary.emulated is None:
             raise DataError(f"{run} was not emulated: remove it")
         emulated = summary.emulated
-        decisions = [line.decision for line in runrecords.read_lines(run)]
+        decisions = [line.decision for line in metrics.read_lines(run)]
         overhead = emulated.overhead_seconds_per_step / emulated.dilation
         return Emulated(emulated.step_seconds, overhead, decisions.count("change"))
 

@@ -8,7 +8,7 @@ import pytest
 from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.options.older import folded
+from hvdtrain.options.names import folded
 
 
 @pytest.mark.parametrize(

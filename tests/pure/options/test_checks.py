@@ -8,7 +8,7 @@ import pytest
 from hvdtrain.config import TrainConfig
 from hvdtrain.configfile import differences
 from hvdtrain.errors import UsageError
-from hvdtrain.options.planrequest import SINGLE, Mirrored, parse_plan_request
+from hvdtrain.options.requests import SINGLE, Mirrored, parse_plan_request
 
 
 def config(**values: Any) -> TrainConfig:

@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.options.syncrequest import (
+from hvdtrain.options.requests import (
     NO_COMPRESSION,
     CompressRequest,
     Half,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.options.decay import is_exempt
+from hvdtrain.options.sections import is_exempt
 
 
 @pytest.mark.proves(

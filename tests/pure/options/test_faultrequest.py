@@ -5,9 +5,15 @@ import math
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.options.emulateoptions import parse_emulate
-from hvdtrain.options.faultrequest import BadStep, Restarts, parse_bad_step, parse_restarts
-from hvdtrain.options.planrequest import Chosen, parse_plan_request
+from hvdtrain.options.requests import (
+    BadStep,
+    Chosen,
+    Restarts,
+    parse_bad_step,
+    parse_plan_request,
+    parse_restarts,
+)
+from hvdtrain.options.sections import parse_emulate
 
 
 def test_a_bad_step_has_an_action_and_perhaps_a_limit() -> None:

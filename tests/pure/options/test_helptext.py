@@ -10,9 +10,8 @@ from hvdtrain import cli
 from hvdtrain.cli import COMMANDS
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.options import helptext
 from hvdtrain.options.fields import flag
-from hvdtrain.options.parser import Parser, add_config, add_dataclass
+from hvdtrain.options.parser import Parser, add_config, add_dataclass, metavar
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +122,7 @@ def test_no_page_shows_types_of_python_or_empty_defaults(
     [(int, "N"), (float | None, "X"), (str, None), (int | None, "N"), (bool, None)],
 )
 def test_a_type_says_what_stands_for_a_value(kind: object, word: str | None) -> None:
-    assert helptext.metavar(kind) == word
+    assert metavar(kind) == word
 
 
 @pytest.mark.parametrize("columns", ["1", "2", "30"])

@@ -5,28 +5,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
-from hvdtrain.options.injection import KINDS, Fault, parse
+from hvdtrain.options.requests import FAULTS, Fault, parse_faults
 
 
 @pytest.mark.proves("`--inject` injects each fault of its table, and refuses what cannot happen.")
 def test_faults_are_read_one_by_one() -> None:
-    assert parse("kill step=20 rank=1; slow step=5 seconds=0.25 steps=3", ranks=2) == (
+    assert parse_faults("kill step=20 rank=1; slow step=5 seconds=0.25 steps=3", ranks=2) == (
         Fault("kill", 20, 1),
         Fault("slow", 5, 0, steps=3, seconds=0.25),
     )
-    assert parse("nan step=7 component=layer1.0", 1) == (
+    assert parse_faults("nan step=7 component=layer1.0", 1) == (
         Fault("nan", 7, None, component="layer1.0"),
     )
-    assert parse("nan step=7", 1) == (Fault("nan", 7, 0),)
+    assert parse_faults("nan step=7", 1) == (Fault("nan", 7, 0),)
 
 
 def test_a_seed_decides_the_step_and_the_rank() -> None:
-    drawn = {parse(f"kill step=10..50 rank=any seed={seed}", 4)[0] for seed in range(50)}
+    drawn = {parse_faults(f"kill step=10..50 rank=any seed={seed}", 4)[0] for seed in range(50)}
     assert {fault.rank for fault in drawn} == {0, 1, 2, 3}
     assert len({fault.step for fault in drawn}) > 15
     assert all(10 <= fault.step <= 50 for fault in drawn)
-    again = parse("kill step=10..50 rank=any seed=7", 4)
-    assert again == parse("kill step=10..50 rank=any seed=7", 4)
+    again = parse_faults("kill step=10..50 rank=any seed=7", 4)
+    assert again == parse_faults("kill step=10..50 rank=any seed=7", 4)
 
 
 @pytest.mark.parametrize(
@@ -49,22 +49,22 @@ def test_a_seed_decides_the_step_and_the_rank() -> None:
 )
 def test_anything_else_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse(text, ranks=2)
+        parse_faults(text, ranks=2)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 WORDS = st.sampled_from(
-    [*KINDS, "step", "rank", "seed", "=", "..", "any", "1", "-1", "9" * 30, ";", " ", "\0", "x"]
+    [*FAULTS, "step", "rank", "seed", "=", "..", "any", "1", "-1", "9" * 30, ";", " ", "\0", "x"]
 )
 
 
 @given(st.lists(WORDS, max_size=12).map("".join) | st.text(max_size=40), st.integers(1, 8))
 def test_a_text_is_faults_of_these_ranks_or_an_error_of_ours(text: str, ranks: int) -> None:
     try:
-        faults = parse(text, ranks)
+        faults = parse_faults(text, ranks)
     except UsageError as error:
         assert "\n" not in str(error)
     else:
-        assert all(fault.kind in KINDS and 0 <= (fault.rank or 0) < ranks for fault in faults)
+        assert all(fault.kind in FAULTS and 0 <= (fault.rank or 0) < ranks for fault in faults)
         assert all(fault.step > 0 for fault in faults)

@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.options.syncrequest import Server, parse_sync_request
+from hvdtrain.options.requests import Server, parse_sync_request
 
 
 def config_of(**options: Any) -> TrainConfig:

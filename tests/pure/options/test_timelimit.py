@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.options.timelimit import minutes
+from hvdtrain.options.requests import minutes
 
 
 @pytest.mark.parametrize(

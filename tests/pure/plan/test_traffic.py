@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.options.syncrequest import parse_compress_request
+from hvdtrain.options.requests import parse_compress_request
 from hvdtrain.plan.traffic import (
     Gradient,
     Kind,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.options.syncrequest import parse_sync_request
+from hvdtrain.options.requests import parse_sync_request
 from hvdtrain.plan.plan import Plan, pipeline, replicated
 from hvdtrain.plan.traffic import Gradient, Sizes
 from hvdtrain.planner.agreement import (

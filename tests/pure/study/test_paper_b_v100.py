@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.options.emulateoptions import parse_emulate
+from hvdtrain.options.sections import parse_emulate
 from hvdtrain.plan.plan import replicated
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.clusters import load, question_of

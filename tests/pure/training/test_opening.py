@@ -5,7 +5,7 @@ import time
 import pytest
 
 from hvdtrain.host.ownership import LAUNCHED, process_start
-from hvdtrain.training.opening import StartClock
+from hvdtrain.training.loop import StartClock
 
 
 def test_a_clock_that_is_set_meanwhile_changes_no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hvdtrain.checkpoint.store import FILES, owners
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.progress import Progress
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.options import faultrequest
+from hvdtrain.options import requests
 
 JSON = st.recursive(
     st.none()
@@ -53,7 +53,7 @@ def test_many_ranks_write_few_files_from_places_far_apart() -> None:
 
 def interval(text: str) -> tuple[float, str]:
     config = TrainConfig(model="cnn", data="x", checkpoint_every=text)
-    return faultrequest.interval(config.check().checkpoint_every)
+    return requests.interval(config.check().checkpoint_every)
 
 
 def test_an_interval_is_epochs_steps_or_minutes() -> None:

@@ -21,7 +21,7 @@ from hvdtrain.models.losses import (
     loss_of,
 )
 from hvdtrain.models.shapes import Boundary
-from hvdtrain.options.optimisationoptions import CROSS_ENTROPY, LOSSES
+from hvdtrain.options.sections import CROSS_ENTROPY, LOSSES
 
 VECTOR = TargetForm((5,), "float32", 5)
 EMITTED = Boundary((2, 5), torch.float32)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hvdtrain.options.syncrequest import TopK
+from hvdtrain.options.requests import TopK
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Alone
 from hvdtrain.sync.compress import make_sums

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.checkpoint import store
-from hvdtrain.training.evaluate import MEASURED
+from hvdtrain.training.loop import MEASURED
 from tests.conftest import Program
 from tests.single.training.jobs import (
     assert_each_sample_once,

@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.checkpoint import replication
 from hvdtrain.checkpoint.store import load
 from hvdtrain.config import TrainConfig
-from hvdtrain.engine.folder import RunFolder
+from hvdtrain.engine.folders import RunFolder
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.world import World
 from tests.conftest import Program

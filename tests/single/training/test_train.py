@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hvdtrain.checkpoint import store
-from hvdtrain.training.evaluate import MEASURED
+from hvdtrain.training.loop import MEASURED
 from tests import warm
 from tests.conftest import Program, program_environment
 from tests.single.training.jobs import SOON_SECONDS, begin, events_of, summary_of

@@ -1,6 +1,7 @@
-"""The data set of a run: the size at which it is read, and the size that the model takes."""
+"""The folders of a run: that of its records, and the data set at the size that it is read at."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Index, parse_index, read_index
@@ -49,3 +50,16 @@ def as_modelled(index: Index, config: TrainConfig) -> Index:
     if config.emulate is None or config.image_size is None:
         return index
     return replace(index, image_shape=(config.image_size,) * 2 + index.image_shape[2:])
+
+
+class RunFolder:
+    """Paths of everything in a run folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.heartbeats = path / "heartbeats"
