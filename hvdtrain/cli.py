@@ -3,12 +3,11 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from hvdtrain import __version__
+from hvdtrain import __version__, commands
 from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
-from hvdtrain.commands import datasets, jobs, machine, plans, training
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Encoding, Resize
 from hvdtrain.errors import Interrupted, Preempted, UsageError
@@ -22,34 +21,14 @@ from hvdtrain.setup.options import ABOUT as SETUP
 from hvdtrain.setup.options import SetupOptions
 from hvdtrain.study.options import PaperBOptions, ReportOptions
 
-COMMANDS: dict[str, Callable[..., int]] = {
-    "doctor": machine.doctor,
-    "setup": machine.setup,
-    "data fetch": datasets.data_fetch,
-    "data pack": datasets.data_pack,
-    "data synth": datasets.data_synth,
-    "data verify": datasets.data_verify,
-    "data info": datasets.data_info,
-    "train": training.train,
-    "evaluate": training.evaluate,
-    "predict": training.predict,
-    "export": training.export,
-    "jobs submit": jobs.jobs_submit,
-    "jobs sweep": jobs.jobs_sweep,
-    "jobs status": jobs.jobs_status,
-    "jobs logs": jobs.jobs_logs,
-    "jobs cancel": jobs.jobs_cancel,
-    "report": jobs.report,
-    "reproduce paper-a": jobs.reproduce_paper_a,
-    "reproduce paper-b": jobs.reproduce_paper_b,
-    "plan show": plans.plan_show,
-    "plan simulate": plans.plan_simulate,
-    "plan check": plans.plan_check,
-    "bench step": machine.bench_step,
-    "bench loader": machine.bench_loader,
-    "bench allreduce": machine.bench_allreduce,
-    "bench exchange": machine.bench_exchange,
-}
+# In the order of the help; the function of each in `commands` has its name.
+COMMANDS = (
+    *("doctor", "setup", "data fetch", "data pack", "data synth", "data verify", "data info"),
+    *("train", "evaluate", "predict", "export", "jobs submit", "jobs sweep", "jobs status"),
+    *("jobs logs", "jobs cancel", "report", "reproduce paper-a", "reproduce paper-b", "plan show"),
+    *("plan simulate", "plan check", "bench step", "bench loader", "bench allreduce"),
+    "bench exchange",
+)
 # Commands that make nothing but their output: the loss of it ends them.
 PRINTED = {
     *("data info", "evaluate", "predict", "jobs status", "jobs logs", "plan show"),
@@ -100,7 +79,8 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"an option cannot be understood: {reason}") from None
     name, values = _innermost(parsed.as_dict())
     output.is_the_product = name in PRINTED
-    return COMMANDS[name](arguments, **values)
+    command = getattr(commands, name.replace(" ", "_").replace("-", "_"))
+    return int(command(arguments, **values))
 
 
 def _parser() -> Parser:

@@ -85,7 +85,7 @@ def test_version_and_help_are_shown_without_loading_anything_slow(
 def test_the_launcher_of_ranks_loads_nothing_slow() -> None:
     program = (
         "import sys\n"
-        "from hvdtrain.commands import training\n"
+        "from hvdtrain import commands\n"
         "from hvdtrain.training import precheck, restarts\n"
         "print(*sorted(sys.modules))"
     )
