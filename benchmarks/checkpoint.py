@@ -34,8 +34,7 @@ from safetensors.numpy import load_file, save_file
 
 from hvdtrain import cli, models
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.format import part_name
-from hvdtrain.checkpoint.tensorfile import write_tensors
+from hvdtrain.checkpoint.tensorfile import part_name, write_tensors
 from hvdtrain.models.component import tensor_shapes
 from hvdtrain.training.saving import Saving
 

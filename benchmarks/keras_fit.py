@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 import hvdtrain.keras as distributed
-from hvdtrain.backends.tensorflow.build import cnn
+from hvdtrain.backends.tensorflow.step import cnn
 
 
 class Clock(keras.callbacks.Callback):

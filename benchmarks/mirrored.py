@@ -59,8 +59,13 @@ def main() -> None:
 def _measure(devices: int) -> list[float]:
     """Return the median milliseconds of each of PARTS."""
     from hvdtrain import world
-    from hvdtrain.backends.tensorflow.build import build_model, build_optimizer
-    from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps, make_strategy
+    from hvdtrain.backends.tensorflow.step import (
+        MirroredSteps,
+        Steps,
+        build_model,
+        build_optimizer,
+        make_strategy,
+    )
     from hvdtrain.config import TrainConfig
     from hvdtrain.keras.ranks import use_own_threads
 

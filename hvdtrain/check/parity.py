@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.backends.pytorch.optimizers import make_optimizer, set_learning_rate
+from hvdtrain.backends.pytorch.parts import make_optimizer, set_learning_rate
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.feed import step_seed
 from hvdtrain.models.component import Component, component_seed, isolated

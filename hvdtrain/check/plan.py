@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from hvdtrain.backends.pytorch.batches import check_sizes, input_boundaries
-from hvdtrain.backends.pytorch.build import agree_on_values, build_runtime
-from hvdtrain.backends.pytorch.optimizers import set_learning_rate
-from hvdtrain.backends.pytorch.remarks import Trial
-from hvdtrain.backends.pytorch.setup import Checks
+from hvdtrain.backends.pytorch.build import (
+    agree_on_values,
+    build_runtime,
+    check_sizes,
+    input_boundaries,
+)
+from hvdtrain.backends.pytorch.parts import set_learning_rate
+from hvdtrain.backends.pytorch.setup import Checks, Trial
 from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
 from hvdtrain.check.parity import Batch, Done, Parity, SerialRun, gradient_errors, loss_scale
 from hvdtrain.config import TrainConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from hvdtrain.backends.pytorch.batches import batch_sizes
+from hvdtrain.backends.pytorch.build import batch_sizes
 from hvdtrain.engine.control import Agreed
 from hvdtrain.engine.session import Migration, Session, StepTimes
 from hvdtrain.errors import HvdtrainError, UsageError, one_line

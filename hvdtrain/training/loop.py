@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.checkpoint.replication import repair_records
+from hvdtrain.checkpoint.restore import repair_records
 from hvdtrain.config import TrainConfig
 from hvdtrain.configfile import as_started, public
 from hvdtrain.data import order
@@ -439,9 +439,9 @@ def open_session(config: TrainConfig, world: World, mark: Callable[[str], None])
         if find_spec("tensorflow") is None:
             raise UsageError(NO_TENSORFLOW)
         with output.without(output.TENSORFLOW_REMARKS):
-            from hvdtrain.backends.tensorflow import opening
+            from hvdtrain.backends.tensorflow.session import open_session as open_keras_session
         mark("framework")
-        session: Session = opening.open_session(config, world)
+        session: Session = open_keras_session(config, world)
         mark("model")
         return session
     from hvdtrain.backends.pytorch import setup

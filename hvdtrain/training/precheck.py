@@ -85,7 +85,7 @@ def _verify(folder: str) -> None:
 
 
 def _check_plan(config: TrainConfig) -> None:
-    from hvdtrain.backends.pytorch.batches import check_batches
+    from hvdtrain.backends.pytorch.build import check_batches
     from hvdtrain.backends.pytorch.setup import (
         check_choice,
         check_components,

@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.replication import Replication, open_replication, refuse_to_start_over
-from hvdtrain.checkpoint.restore import restore
+from hvdtrain.checkpoint.restore import (
+    Replication,
+    open_replication,
+    refuse_to_start_over,
+    restore,
+)
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Index, Resize
 from hvdtrain.engine.control import Agreed, Control

@@ -10,8 +10,8 @@ from typing import Any
 
 from hvdtrain import configfile
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.replication import Replication
-from hvdtrain.checkpoint.saver import Saver
+from hvdtrain.checkpoint.restore import Replication
+from hvdtrain.checkpoint.store import Saver
 from hvdtrain.engine.control import Agreed
 from hvdtrain.engine.folders import RunFolder
 from hvdtrain.engine.progress import Progress, Stopwatch

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.backends.pytorch.optimizers import set_learning_rate
+from hvdtrain.backends.pytorch.parts import set_learning_rate
 from hvdtrain.check.plan import local_batch, random_batch
 from hvdtrain.parallel.step import Step
 from hvdtrain.plan.cut import cut

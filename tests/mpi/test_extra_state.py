@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import torch as distributed
-from hvdtrain.backends.pytorch.migration import under_plan
+from hvdtrain.backends.pytorch.session import under_plan
 from hvdtrain.errors import CheckFailed, UsageError
 from hvdtrain.models import extrastate
 from hvdtrain.models.component import Component

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.backends.pytorch.migration import TorchMigration, under_plan
-from hvdtrain.backends.pytorch.session import Times, TorchFaults
+from hvdtrain.backends.pytorch.session import Times, TorchFaults, TorchMigration, under_plan
 from hvdtrain.backends.pytorch.state import TorchState, local_share
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import tensor_shapes

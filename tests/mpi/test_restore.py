@@ -11,8 +11,7 @@ import pytest
 
 from hvdtrain import transfer
 from hvdtrain.checkpoint import restore, store
-from hvdtrain.checkpoint.format import Entry
-from hvdtrain.checkpoint.tensorfile import read_verified
+from hvdtrain.checkpoint.tensorfile import Entry, read_verified
 from hvdtrain.engine.progress import Progress
 from hvdtrain.engine.session import Session
 from hvdtrain.host.activity import Activity

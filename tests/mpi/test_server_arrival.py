@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.backends.pytorch.optimizers import make_optimizer, set_learning_rate
+from hvdtrain.backends.pytorch.parts import make_optimizer, set_learning_rate
 from hvdtrain.check.plan import local_batch, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.parallel.step import Step

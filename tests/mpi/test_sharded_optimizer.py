@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.backends.pytorch.migration import under_plan
+from hvdtrain.backends.pytorch.session import under_plan
 from hvdtrain.backends.pytorch.state import (
     local_share,
     named_state,

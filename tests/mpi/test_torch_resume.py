@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain import torch as distributed
-from hvdtrain.checkpoint import format
+from hvdtrain.checkpoint import tensorfile
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.torch import state
 from hvdtrain.world import World
@@ -165,7 +165,7 @@ def test_other_objects_may_be_larger_than_a_manifest(
 ) -> None:
     """Averaged weights of 5 million parameters once made a checkpoint that could not be read."""
     save_to: Path = world.broadcast(tmp_path)
-    monkeypatch.setattr(format, "LARGEST_MANIFEST", 10_000)
+    monkeypatch.setattr(tensorfile, "LARGEST_MANIFEST", 10_000)
     model, optimizer = distributed.prepare(*made())
     backward(model)
     optimizer.step()

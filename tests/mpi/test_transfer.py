@@ -14,7 +14,7 @@ from torch import nn
 
 from hvdtrain import torch as distributed
 from hvdtrain import transfer
-from hvdtrain.backends.pytorch.migration import under_plan
+from hvdtrain.backends.pytorch.session import under_plan
 from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
 from hvdtrain.torch import state
 from hvdtrain.world import World

@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain import data as packed
 from hvdtrain import keras as distributed
-from hvdtrain.backends.tensorflow.build import cnn
+from hvdtrain.backends.tensorflow.step import cnn
 from hvdtrain.data import order
 from hvdtrain.data.index import read_index
 from hvdtrain.data.shards import open_split

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import keras as distributed
-from hvdtrain.backends.tensorflow.build import cnn
+from hvdtrain.backends.tensorflow.step import cnn
 from hvdtrain.errors import CheckFailed, UsageError
 from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.keras.ranks import check_same

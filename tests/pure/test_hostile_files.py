@@ -13,9 +13,9 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from hvdtrain import cli
-from hvdtrain.checkpoint import format as formats
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.format import Entry, Manifest, read_manifest
+from hvdtrain.checkpoint import tensorfile as formats
+from hvdtrain.checkpoint.tensorfile import Entry, Manifest, read_manifest
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.progress import Progress
 from hvdtrain.errors import DataError, UsageError

@@ -1,28 +1,37 @@
-"""A run's session in PyTorch: the interpreter of a plan.
+"""A run's session in PyTorch: steps of a plan, the diagnosis of bad ones, and migration.
 
 A bad step makes no update and its random draws are seeded, so that it can be repeated as long as
 its images are in memory. The ranks learn of it after the next step (on a GPU after the one after
 that), and by then the weights have the update of that step, if it was a good one.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from hvdtrain import device as devices
-from hvdtrain.backends.pytorch.diagnosis import diagnose
-from hvdtrain.backends.pytorch.optimizers import set_learning_rate, set_progress
-from hvdtrain.backends.pytorch.state import TorchState
+from hvdtrain.backends.pytorch.build import build_runtime, check_batches, input_boundaries
+from hvdtrain.backends.pytorch.parts import set_learning_rate, set_progress
+from hvdtrain.backends.pytorch.state import TorchState, named_state, put_arrays, to_array
+from hvdtrain.checkpoint.store import EXTRA
+from hvdtrain.config import TrainConfig
 from hvdtrain.data.order import Rows
+from hvdtrain.data.shards import Index
 from hvdtrain.device import Mark
 from hvdtrain.engine.feed import Feed, step_seed, take_rows, views
+from hvdtrain.engine.machine import machine_of
 from hvdtrain.engine.session import (
     Faults,
+    Migration,
     PendingStep,
     Session,
     Spent,
@@ -31,16 +40,23 @@ from hvdtrain.engine.session import (
     StepTimes,
     Timeline,
 )
+from hvdtrain.health.failure import Sighting, bad_step_words
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.process import return_freed_memory
+from hvdtrain.models import extrastate
+from hvdtrain.models.component import Component
 from hvdtrain.options.requests import NO_SYNC
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.step import Logits, Step, read_later
+from hvdtrain.parallel.stage import Part, StageModel
+from hvdtrain.parallel.step import Logits, Step, copied_buffers, read_later, restore_buffers
 from hvdtrain.plan import program, trace
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.marks import StepMarks
+from hvdtrain.plan.plan import Plan, is_same_layout, moves
 from hvdtrain.plan.program import Program
+from hvdtrain.sync.gradients import all_finite
+from hvdtrain.world import World
 
 
 def _outcome(
@@ -299,3 +315,211 @@ class TorchSession(Session):
         seed = step_seed(self.config.seed, position, self.world.rank)
         self.runtime.settings.draws.seed = step_seed(self.config.seed, position, None)
         devices.seed(self.runtime.device, seed)
+
+
+def diagnose(runtime: Runtime, plan: Plan, world: World, program: Program, step: StepInput) -> str:
+    """Repeat a step without updating anything, and return what is wrong with it. Collective.
+
+    The caller has reset the random generators to their state before the step.
+    """
+    sightings, places = list[Sighting](), _places(plan)
+    kept = copied_buffers(runtime.parts)
+    observer, activity = runtime.observer, runtime.observer.activity
+    events, observer.events = observer.events, None
+    assert activity is not None
+    newest, _ = activity.now()
+    activity.step(step.step)
+    with _watched(runtime.parts, places, world.rank, sightings):
+        gradients = runtime.gradients(Step(program, step.feed.images, step.feed.labels))
+    observer.events = events
+    activity.step(newest)
+    restore_buffers(runtime.parts, kept)
+    with activity.doing("gathering what all ranks saw in a bad step"):
+        reports = world.gather((sightings, _norms(runtime.parts, gradients)))
+    seen = [sighting for theirs, _ in reports for sighting in theirs]
+    norms = _largest([theirs for _, theirs in reports])
+    return bad_step_words(seen, norms, places)
+
+
+def _largest(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the largest norm of each component over all ranks, or NaN if one of them is NaN.
+
+    Ranks that do not share their gradients have different norms, and a server has none but zeros.
+    """
+    largest: dict[str, float] = {}
+    for name, norm in (item for report in reports for item in report.items()):
+        if name not in largest or norm > largest[name] or math.isnan(norm):
+            largest[name] = norm
+    return largest
+
+
+def _norms(parts: Mapping[int, Part], gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the norm of the gradients of each component that this rank holds."""
+    norms = {}
+    for part in parts.values():
+        for component in part.model.components:
+            values = [
+                value for name, value in gradients.items() if name.startswith(f"{component}.")
+            ]
+            if values:
+                norms[component] = float(torch.nn.utils.get_total_norm(values))
+    return norms
+
+
+def _places(plan: Plan) -> dict[str, int]:
+    names = [name for stage in plan.stages for name in stage.components]
+    return {name: place for place, name in enumerate(names)}
+
+
+@contextmanager
+def _watched(
+    parts: Mapping[int, Part], places: Mapping[str, int], rank: int, sightings: list[Sighting]
+) -> Iterator[None]:
+    """Note the components whose output is not finite although their input is."""
+    models = [part.model for part in parts.values()]
+    before = [dict(model.calls) for model in models]
+    for model in models:
+        for name, call in model.calls.items():
+            model.calls[name] = _looking(model, name, call, places[name], rank, sightings)
+    try:
+        yield
+    finally:
+        for model, calls in zip(models, before, strict=True):
+            model.calls = calls
+
+
+def _looking(
+    model: StageModel,
+    name: str,
+    call: Callable[[Tensor], Tensor],
+    place: int,
+    rank: int,
+    sightings: list[Sighting],
+) -> Callable[[Tensor], Tensor]:
+    def look(inputs: Tensor) -> Tensor:
+        output = call(inputs)
+        if not all_finite([output.detach()]) and all_finite([inputs.detach()]):
+            weights = list(model.components[name].parameters())
+            has_bad_weights = not all_finite([value.detach() for value in weights])
+            sightings.append(Sighting(place, name, rank, has_bad_weights))
+        return output
+
+    return look
+
+
+MOVE_TAG = 1000  # and above
+
+
+@dataclass(kw_only=True)
+class TorchMigration(Migration):
+    """The migration of a run in PyTorch.
+
+    Attributes:
+        epoch_length: number of training samples.
+    """
+
+    state: TorchState
+    times: Times
+    faults: TorchFaults
+    components: Sequence[Component]
+    index: Index
+    epoch_length: int
+
+    @override
+    def check(self, plan: Plan) -> None:
+        config, size, form = self.state.config, self.index.image_shape[0], self.index.target_form
+        boundaries = input_boundaries(self.components, config, size, form)
+        check_batches(config, plan, self.components, boundaries, self.epoch_length)
+
+    @override
+    def change(self, plan: Plan) -> None:
+        state = self.state
+        if not is_same_layout(state.plan, plan):
+            state.counted_before = state.counted()
+            state.runtime = under_plan(
+                state.runtime,
+                state.config,
+                state.plan,
+                plan,
+                self.components,
+                self.index.image_shape[0],
+                state.world,
+            )
+            self.faults.renew()
+            machine_of(state.world).migrated(state.plan, plan)
+        state.plan = plan
+
+    @override
+    def read_times(self) -> StepTimes:
+        return self.times.read()
+
+
+def under_plan(
+    runtime: Runtime,
+    config: TrainConfig,
+    before: Plan,
+    after: Plan,
+    components: Sequence[Component],
+    image_size: int,
+    world: World,
+) -> Runtime:
+    """Return the interpreter of another plan with the same training state. Collective.
+
+    The state is weights, running statistics and optimizer. Each rank receives what it needs as
+    arrays, named as in a checkpoint, and loads them as it would load a checkpoint.
+    """
+    arrays = state_under(before, after, runtime.parts, world)
+    migrated = build_runtime(
+        config, after, components, runtime.settings.images, image_size, world, before=runtime
+    )
+    put_arrays(migrated.parts, arrays)
+    # The table `do` refers to methods of the old runtime: this cycle would keep the runtime and
+    # its weights in memory until the collector runs.
+    runtime.do, runtime.parts = {}, {}
+    gc.collect()
+    return migrated
+
+
+def state_under(
+    before: Plan, after: Plan, parts: Mapping[int, Part], world: World
+) -> dict[str, np.ndarray]:
+    """Return the state that this rank needs under another plan, from all ranks. Collective.
+
+    It has the form of a checkpoint. Arrays that the rank holds already share the memory of its
+    tensors.
+    """
+    held = _by_component(parts)
+    planned, sending = moves(before, after), []
+    needed: dict[str, np.ndarray] = {}
+    for number, move in enumerate(planned):
+        if move.sender == world.rank:
+            sending.append(world.send(held[move.component], move.receiver, MOVE_TAG + number))
+    for number, move in enumerate(planned):
+        if move.receiver == world.rank:
+            needed |= world.receive(move.sender, MOVE_TAG + number)
+    for wait in sending:
+        wait()
+    for stage in after.stages:
+        if world.rank in stage.ranks:
+            for component in stage.components:
+                needed |= held.get(component, {})
+    return needed
+
+
+def _by_component(parts: Mapping[int, Part]) -> dict[str, dict[str, np.ndarray]]:
+    """Return the state of each component that this rank holds, named as in a checkpoint."""
+    held: dict[str, dict[str, np.ndarray]] = {}
+    for part in parts.values():
+        named = named_state(part, part.model.tensors().keys())
+        for component, module in part.model.components.items():
+            tensors = {
+                key: tensor
+                for name, _ in (*module.named_parameters(), *module.named_buffers())
+                for key, tensor in named[f"{component}.{name}"].items()
+            }
+            extra = extrastate.saved(module, f"{component}.")
+            tensors |= {f"{EXTRA}{name}": tensor for name, tensor in extra.items()}
+            held[component] = {
+                key: to_array(tensor.detach().cpu()) for key, tensor in tensors.items()
+            }
+    return held

@@ -1,7 +1,7 @@
 """Building everything that a rank needs for its first step from a configuration."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,22 +10,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvdtrain import device as devices
 from hvdtrain import models
-from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
-from hvdtrain.backends.pytorch.build import agree_on_values, build_runtime
-from hvdtrain.backends.pytorch.migration import TorchMigration
+from hvdtrain.backends.pytorch.agreement import agreement_remarks
+from hvdtrain.backends.pytorch.build import (
+    agree_on_values,
+    build_runtime,
+    check_batches,
+    input_boundaries,
+)
 from hvdtrain.backends.pytorch.parts import check_compiler
-from hvdtrain.backends.pytorch.remarks import Trial, chosen_precision, remarks_of
-from hvdtrain.backends.pytorch.residence import resident_images
 from hvdtrain.backends.pytorch.session import (
     Times,
     TorchFaults,
+    TorchMigration,
     TorchSession,
     TorchTimeline,
 )
 from hvdtrain.backends.pytorch.state import TorchState, check_savable
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
+from hvdtrain.data.images import centre
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Samples, open_split
@@ -45,16 +50,34 @@ from hvdtrain.host.files import check_target
 from hvdtrain.models.component import Component, build_started, start_of, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.models.shapes import Boundary
-from hvdtrain.options.requests import Chosen
-from hvdtrain.parallel.stage import Images
+from hvdtrain.options.requests import Chosen, Server
+from hvdtrain.options.sections import AUGMENTATIONS, AUTO_PRECISION
+from hvdtrain.parallel.resident import Resident
+from hvdtrain.parallel.stage import AUTOCAST, Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.planfile import reason_against_split_backward
+from hvdtrain.precision import bf16_speedups, comparison, speedup
+from hvdtrain.sync import groups
 from hvdtrain.world import World, allow_new_groups
 
 if TYPE_CHECKING:
     from hvdtrain.planner.choose import Choice
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The model, data and settings that a run will train with."""
+
+    config: TrainConfig
+    components: Sequence[Component]
+    index: Index
+    splits: Mapping[str, Samples]
+    rows: Rows
+    normalisation: Normalisation
+    images: Images
+    world: World
 
 
 def _ignore(phase: str) -> None:
@@ -388,3 +411,118 @@ def check_components(
         UsageError: if images or targets of the data set do not fit the model and its loss.
     """
     return input_boundaries(components, config, index.image_shape[0], index.target_form)
+
+
+if TYPE_CHECKING:
+    from hvdtrain.planner.choose import Choice
+
+# PyTorch computes without oneDNN where a processor lacks AVX-512: bf16 is 20 to 60x slower.
+SLOW = 3.0  # ratio of the times of bf16 and fp32 from which on a line says so
+WIDTH = 96  # of the matrices, small enough for one thread: others may wait for a core
+
+
+def remarks_of(
+    trial: Trial, plan: Plan, chosen: "Choice | None", verified: str
+) -> tuple[str, ...]:
+    """Return what a user should know of the session before it trains. Collective."""
+    config, world = trial.config, trial.world
+    has_sums = not isinstance(config.sync_request, Server)
+    sums = groups.remarks(config.reduce_with, world) if has_sums else []
+    machine = machine_of(world)
+    choice = (*machine.remarks(plan, chosen is not None), *(chosen.remarks if chosen else ()))
+    slow = ""
+    if world.rank == 0 and not machine.is_modelled:
+        slow = precision_remark(config.precision, trial.images.device)
+    return (*sums, *agreement_remarks(config, plan), *choice, *filter(None, [verified, slow]))
+
+
+def precision_remark(precision: str, device: torch.device) -> str:
+    """Return a line if bf16 or fp16 is much slower than fp32 on this processor, else nothing."""
+    if precision not in AUTOCAST or devices.is_gpu(device):
+        return ""
+    # Processor time of this thread: others may be busy on its core.
+    factors = [
+        torch.ones(2, WIDTH, WIDTH, dtype=dtype) for dtype in (torch.float32, AUTOCAST[precision])
+    ]
+    ratio = 1 / speedup(lambda is_half: torch.matmul(*factors[is_half]), time.thread_time)
+    if ratio < SLOW:
+        return ""
+    return (
+        f"{precision} takes {ratio:.0f}x the time of fp32 for a product of matrices on this "
+        "processor: --precision fp32 is faster here"
+    )
+
+
+def chosen_precision(config: TrainConfig, world: World) -> tuple[TrainConfig, str]:
+    """Return the configuration with what rank 0 measures to be faster, and a line. Collective.
+
+    Nothing is measured, and the line is empty, unless the precision is "auto".
+    """
+    if config.precision != AUTO_PRECISION:
+        return config, ""
+    device, chosen = devices.choose_device(config.device, world), None
+    if world.rank == 0:
+        torch.set_num_threads(1)  # waiting threads would use processor time
+        faster, words = comparison(bf16_speedups(device, 1))
+        torch.set_num_threads(world.threads)
+        chosen = faster or "fp32", words
+    precision, words = world.broadcast(chosen)
+    line = f"--precision {AUTO_PRECISION}: {precision}, since {words}"
+    return replace(config, precision=precision), line
+
+
+MOST_MEMORY = 0.1  # of the free memory of a GPU
+
+
+def resident_images(
+    config: TrainConfig, samples: Samples, device: torch.device, ranks: int
+) -> Resident | None:
+    """Return the images of a split on the device, as --resident says.
+
+    Args:
+        ranks: of this host.
+
+    Raises:
+        UsageError: if they should always be there, and cannot.
+    """
+    if config.resident == "never":
+        return None
+    index, is_auto = samples.index, config.resident == "auto"
+    fault = ""
+    if config.augment not in AUGMENTATIONS:
+        fault = f"--augment {config.augment} makes images on the host"
+    elif index.resize is not None or config.augment == "resized-crop-flip":
+        fault = "images that are scaled are made on the host"
+    elif not samples.in_memory:
+        fault = "the training images do not fit into the memory of the host"
+    if fault and not is_auto:
+        raise UsageError(f"--resident always: {fault}: leave it out")
+    if fault or (is_auto and not _fits(config, samples, device, ranks)):
+        return None
+    whole = samples.whole()
+    assert whole is not None
+    stored = whole.images
+    if index.packed_shape is not None:
+        stored = np.ascontiguousarray(centre(stored, index.image_shape[0]))
+    try:
+        images = torch.from_numpy(stored).to(device)
+    except torch.OutOfMemoryError:  # another process has taken what was free
+        if is_auto:
+            return None
+        raise UsageError(
+            f"--resident always: the images need {stored.nbytes:,} bytes of {device}, which has "
+            "fewer free: leave it out"
+        ) from None
+    return Resident(images)
+
+
+def _fits(config: TrainConfig, samples: Samples, device: torch.device, ranks: int) -> bool:
+    """Return whether a GPU has enough memory for the images besides all else.
+
+    The limit of --plan does not count them.
+    """
+    if not devices.is_gpu(device) or config.memory_gib is not None:
+        return False
+    sharing = -(-ranks // devices.gpu_count())
+    free = devices.free_bytes(device, ranks) / sharing
+    return samples.split.count * samples.index.image_bytes <= MOST_MEMORY * free

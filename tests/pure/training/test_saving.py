@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.checkpoint.format import Entry, Manifest, parse_manifest
 from hvdtrain.checkpoint.store import FILES, owners
+from hvdtrain.checkpoint.tensorfile import Entry, Manifest, parse_manifest
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.progress import Progress
 from hvdtrain.errors import DataError, UsageError

@@ -16,11 +16,12 @@ from safetensors.numpy import load_file
 
 from hvdtrain.backends.pytorch.state import Copies, to_array, to_tensor
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.format import parse_manifest, read_manifest
 from hvdtrain.checkpoint.tensorfile import (
     BLOCK,
     BLOCKS,
     DTYPES,
+    parse_manifest,
+    read_manifest,
     read_verified,
     verify,
     write_tensors,

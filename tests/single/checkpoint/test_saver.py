@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.saver import Saver
+from hvdtrain.checkpoint.store import Saver
 from hvdtrain.host.activity import Activity
 
 

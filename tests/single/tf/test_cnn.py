@@ -30,7 +30,7 @@ np.savez(sys.argv[2], loss=loss.detach().numpy(), **found)
 IN_KERAS = """
 import sys
 import keras, numpy as np, tensorflow as tf
-from hvdtrain.backends.tensorflow.build import cnn
+from hvdtrain.backends.tensorflow.step import cnn
 from tests.single.tf.models import weights_from_torch
 given, theirs = np.load(sys.argv[1]), dict(np.load(sys.argv[2]))
 model = cnn(%(classes)d, %(size)d)

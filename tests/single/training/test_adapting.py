@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.backends.pytorch import setup
-from hvdtrain.backends.pytorch.migration import TorchMigration
-from hvdtrain.backends.pytorch.session import TorchSession
+from hvdtrain.backends.pytorch.session import TorchMigration, TorchSession
 from hvdtrain.check.plan import CHECKS
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.costs import component_costs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.checkpoint import replication
+from hvdtrain.checkpoint import restore
 from hvdtrain.checkpoint.store import load
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.folders import RunFolder
@@ -31,7 +31,7 @@ from tests.single.training.jobs import assert_each_sample_once, summary_of
     ],
 )
 def test_each_part_has_one_copy_on_another_host(hosts: str, expected: list[int]) -> None:
-    result = replication.owners_of(hosts)
+    result = restore.owners_of(hosts)
     assert result == expected
     assert sorted(result) == list(range(len(hosts)))
     if max(map(hosts.count, hosts)) <= len(hosts) / 2:
@@ -42,28 +42,28 @@ def test_a_copy_gives_back_what_is_lost_and_nothing_else(tmp_path: Path) -> None
     path = save(tmp_path / "checkpoints", make(3))
     homes = [tmp_path / "disk-0", tmp_path / "disk-1"]
     for rank, home in enumerate(homes):
-        replication.copy_part(path, 1 - rank, home)
+        restore.copy_part(path, 1 - rank, home)
     whole = {file.name: file.read_bytes() for file in path.iterdir()}
     (path / "part-0001.safetensors").unlink()
     damaged = bytearray(whole["part-0000.safetensors"])
     damaged[-1] ^= 1
     (path / "part-0000.safetensors").write_bytes(damaged)
     for home in homes:
-        replication.repair(path, home)
+        restore.repair(path, home)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == whole
     shutil.rmtree(path)
     for home in homes:
-        replication.repair(path, home)
+        restore.repair(path, home)
     assert load(path).progress["step"] == 3
 
 
 def test_a_damaged_copy_is_not_given_back(tmp_path: Path) -> None:
     path, home = save(tmp_path / "checkpoints", make(3)), tmp_path / "disk"
-    replication.copy_part(path, 1, home)
+    restore.copy_part(path, 1, home)
     copy = home / path.name / "part-0001.safetensors"
     copy.write_bytes(copy.read_bytes()[:-1] + b"\1")
     (path / "part-0001.safetensors").unlink()
-    replication.repair(path, home)
+    restore.repair(path, home)
     with pytest.raises(DataError, match="is missing"):
         load(path)
 
@@ -72,24 +72,24 @@ def test_copies_of_checkpoints_that_are_gone_are_removed(tmp_path: Path) -> None
     home = tmp_path / "disk"
     for step in (1, 2, 3):
         path = save(tmp_path / "checkpoints", make(step))
-        replication.copy_part(path, 1, home)
+        restore.copy_part(path, 1, home)
         if step == 2:
             shutil.rmtree(tmp_path / "checkpoints" / "step-00000001")
-    assert replication.copied(home) == ["step-00000002", "step-00000003"]
+    assert restore.copied(home) == ["step-00000002", "step-00000003"]
 
 
 def test_a_checkpoint_made_again_is_waited_for(tmp_path: Path) -> None:
     path, home = save(tmp_path / "checkpoints", make(3)), tmp_path / "disk"
-    before = replication.identity(path)
+    before = restore.identity(path)
     assert before is not None
     changed = make(3)
     changed.tensors["head.half"] += 1
     again = threading.Timer(0.5, lambda: save(tmp_path / "checkpoints", changed))
     again.start()
-    replication.wait_for(path, before)
-    replication.copy_part(path, 1, home)
+    restore.wait_for(path, before)
+    restore.copy_part(path, 1, home)
     again.join()
-    assert replication.identity(path) != before
+    assert restore.identity(path) != before
     part = "part-0001.safetensors"
     assert (home / path.name / part).read_bytes() == (path / part).read_bytes()
 
@@ -99,17 +99,17 @@ def test_a_record_is_copied_as_it_grows_and_cut_where_it_was_cut(tmp_path: Path)
     home.mkdir()
     for text, size in (("one\ntwo\n", 4), ("one\ntwo\nthree\n", 14), ("one\n", 4)):
         record.write_text(text)
-        replication.copy_record(record, size, home, is_new=False)
+        restore.copy_record(record, size, home, is_new=False)
         assert (home / record.name).read_text() == text[:size]
     record.write_text("new\nand longer\n")
-    replication.copy_record(record, 8, home, is_new=True)
+    restore.copy_record(record, 8, home, is_new=True)
     assert (home / record.name).read_text() == "new\nand "
 
 
 def test_copies_that_others_may_change_are_refused(tmp_path: Path) -> None:
     """The folder's name is predictable, and a lost run restores its configuration from it."""
     run, disk = tmp_path / "run", tmp_path / "disk"
-    home = replication.home_of(str(disk), run, 0)
+    home = restore.home_of(str(disk), run, 0)
     home.mkdir(parents=True)
     (home / "config.yaml").write_text("on_alert: theirs\n")
     home.chmod(0o775)
@@ -118,12 +118,12 @@ def test_copies_that_others_may_change_are_refused(tmp_path: Path) -> None:
     )
     world = World("none", 0, 1, 0, 1, 1)
     with pytest.raises(UsageError, match=f"^--replicate: {home} can be changed by other users"):
-        replication.repair_records(config, world)
+        restore.repair_records(config, world)
     with pytest.raises(UsageError, match="can be changed by other users"):
-        replication.open_replication(config, RunFolder(run), world, print)
+        restore.open_replication(config, RunFolder(run), world, print)
     assert not run.exists()
     home.chmod(0o755)
-    replication.repair_records(config, world)
+    restore.repair_records(config, world)
     assert (run / "config.yaml").exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.format import Entry
+from hvdtrain.checkpoint.tensorfile import Entry
 from hvdtrain.errors import DataError
 from tests.conftest import Program
 from tests.single.training.checkpoints import make, save

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hvdtrain.checkpoint.format import read_manifest
+from hvdtrain.checkpoint.tensorfile import read_manifest
 from tests.conftest import Program
 from tests.single.training.jobs import summary_of
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from hvdtrain.backends.pytorch.optimizers import make_optimizer, set_learning_rate
+from hvdtrain.backends.pytorch.parts import make_optimizer, set_learning_rate
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shardfile import Batch
 from hvdtrain.engine.feed import augmentation

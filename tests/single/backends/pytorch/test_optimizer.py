@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.backends.pytorch.optimizers import (
-    make_optimizer,
-)
+from hvdtrain.backends.pytorch.parts import make_optimizer
 from hvdtrain.backends.pytorch.state import restore_state, state_by_name
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.progress import learning_rate
@@ -61,8 +59,8 @@ def test_a_rank_loads_no_compiler() -> None:
         "import sys\n"
         "import torch\n"
         "from hvdtrain.config import TrainConfig\n"
-        "from hvdtrain.backends.pytorch.batches import check_sizes, input_boundaries\n"
-        "from hvdtrain.backends.pytorch.optimizers import make_optimizer\n"
+        "from hvdtrain.backends.pytorch.build import check_sizes, input_boundaries\n"
+        "from hvdtrain.backends.pytorch.parts import make_optimizer\n"
         "from hvdtrain.data.index import TargetForm\n"
         "from hvdtrain.models import components\n"
         "from hvdtrain.plan.plan import replicated\n"

@@ -10,8 +10,8 @@ import torch
 import yaml
 
 from hvdtrain import TrainConfig, data, train
-from hvdtrain.backends.pytorch import remarks
-from hvdtrain.backends.pytorch.remarks import chosen_precision, precision_remark
+from hvdtrain.backends.pytorch import setup
+from hvdtrain.backends.pytorch.setup import chosen_precision, precision_remark
 from hvdtrain.errors import UsageError
 from hvdtrain.world import World
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def test_a_slow_bf16_is_said_with_its_ratio(
     monkeypatch: pytest.MonkeyPatch, speedup: float, is_said: bool
 ) -> None:
-    monkeypatch.setattr(remarks, "speedup", lambda action, clock: speedup)
+    monkeypatch.setattr(setup, "speedup", lambda action, clock: speedup)
     for precision in ("bf16", "fp16"):
         line = precision_remark(precision, CPU)
         assert bool(line) == is_said
@@ -37,7 +37,7 @@ def test_each_precision_multiplies_its_own_matrices(monkeypatch: pytest.MonkeyPa
         kinds.extend([action(False).dtype, action(True).dtype])
         return 1.0
 
-    monkeypatch.setattr(remarks, "speedup", once)
+    monkeypatch.setattr(setup, "speedup", once)
     precision_remark("fp16", CPU)
     assert kinds == [torch.float32, torch.float16]
 
@@ -64,7 +64,7 @@ def test_auto_takes_what_is_faster_and_a_resume_keeps_it(
 
     def run(name: str, ratio: float, steps: int, **options: Any) -> str:
         facts = {"is_gpu": False, "threads": 1, "speedups": {"matrices": ratio}}
-        monkeypatch.setattr(remarks, "bf16_speedups", lambda *_: facts)
+        monkeypatch.setattr(setup, "bf16_speedups", lambda *_: facts)
         config = TrainConfig(run=str(tmp_path / name), max_steps=steps, **settings | options)
         train(config)
         saved = yaml.safe_load((tmp_path / name / "config.yaml").read_text())

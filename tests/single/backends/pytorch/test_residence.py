@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from hvdtrain import data
-from hvdtrain.backends.pytorch import residence
-from hvdtrain.backends.pytorch.residence import resident_images
-from hvdtrain.backends.pytorch.setup import open_session
+from hvdtrain.backends.pytorch import setup
+from hvdtrain.backends.pytorch.setup import open_session, resident_images
 from hvdtrain.check.plan import CHECKS
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
@@ -76,5 +75,5 @@ def test_a_device_that_another_process_has_filled_is_told(
     with open_split(read_index(small_set), "train") as samples:
         with pytest.raises(UsageError, match=r"--resident always: the images need [\d,]+ bytes"):
             resident_images(config_of(resident="always"), samples, CPU, 1)
-        monkeypatch.setattr(residence, "_fits", lambda *_: True)
+        monkeypatch.setattr(setup, "_fits", lambda *_: True)
         assert resident_images(config_of(resident="auto"), samples, CPU, 1) is None
