@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from hvdtrain.device import generators, now
 from hvdtrain.models.component import IMAGE_CHANNELS
-from hvdtrain.parallel.boundary import Boundaries, Form
-from hvdtrain.parallel.runtime import Observer, Runtime
+from hvdtrain.parallel.exchange import Boundaries, Form
+from hvdtrain.parallel.runtime import Observer, Runtime, Step
 from hvdtrain.parallel.stage import Part
-from hvdtrain.parallel.step import Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.actions import COMMUNICATION, Action, boundary, rows_sent
 from hvdtrain.plan.cut import Cut, Share

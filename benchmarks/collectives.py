@@ -140,8 +140,7 @@ def _rank(options: argparse.Namespace) -> None:
     """
     from hvdtrain.errors import UsageError
     from hvdtrain.planner.probe import horovod_sum, started_mpi_sum
-    from hvdtrain.sync.groups import check_algorithm
-    from hvdtrain.sync.mpi import MPICollectives
+    from hvdtrain.sync.collectives import MPICollectives, check_algorithm
 
     job = world.start(options.algorithms, threads=1)
     sizes = doublings(options.largest)

@@ -40,9 +40,8 @@ from hvdtrain.backends.pytorch.setup import make_plan
 from hvdtrain.check.plan import MEAN, STD, local_batch, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
-from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.runtime import Runtime, Step
 from hvdtrain.parallel.stage import Images
-from hvdtrain.parallel.step import Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan

@@ -39,9 +39,8 @@ from hvdtrain.data.index import TargetForm
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.runtime import Runtime, Step
 from hvdtrain.parallel.stage import Images
-from hvdtrain.parallel.step import Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated

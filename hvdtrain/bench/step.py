@@ -32,8 +32,8 @@ from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.output import PROFILER_REMARKS, without
 from hvdtrain.host.process import StopRequest
 from hvdtrain.models.costs import component_costs
+from hvdtrain.parallel.runtime import Step, read_later
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
-from hvdtrain.parallel.step import Step, read_later
 from hvdtrain.plan.actions import COMMUNICATION, COMPUTE
 from hvdtrain.plan.marks import StepMarks
 from hvdtrain.planner.chain import Chain, Link, without_gathering

@@ -15,8 +15,8 @@ from hvdtrain.engine.feed import step_seed
 from hvdtrain.models.component import Component, component_seed, isolated
 from hvdtrain.models.losses import loss_of
 from hvdtrain.options.sections import OPTIMIZERS
-from hvdtrain.parallel.boundary import to_channels_last
 from hvdtrain.parallel.dropout import Draws, follow_samples
+from hvdtrain.parallel.exchange import to_channels_last
 from hvdtrain.parallel.reference import Reference, Rules, difference, largest_errors
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images, StageModel
 from hvdtrain.plan.plan import Plan

@@ -37,9 +37,8 @@ from hvdtrain.models.losses import example_targets, form_for
 from hvdtrain.models.shapes import boundaries
 from hvdtrain.parallel.checksums import digest
 from hvdtrain.parallel.reference import largest_errors
-from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.runtime import Runtime, Step
 from hvdtrain.parallel.stage import Images, Part
-from hvdtrain.parallel.step import Step
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import program_of

@@ -1,6 +1,10 @@
 """The model of a stage on one rank, and the conversion of images to its input.
 
 A component runs as it is, compiled, or recomputed, with or without a clock.
+
+Images may be in the memory of the device. A batch then is a few numbers per image: where its
+pixels come from, as `data.images` draws them, so that the images are the same to the bit as when
+the host makes them.
 """
 
 from collections import defaultdict
@@ -11,20 +15,49 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from hvdtrain.data.augment import Places
+from hvdtrain.data.augment import PADDING, Places
 from hvdtrain.device import Mark
 from hvdtrain.models import extrastate
 from hvdtrain.options.sections import is_exempt
 from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
-from hvdtrain.parallel.boundary import keeping_format
 from hvdtrain.parallel.checksums import digest, fingerprint
-from hvdtrain.parallel.resident import Resident
-from hvdtrain.sync.apart import Meetings
+from hvdtrain.parallel.exchange import keeping_format
 from hvdtrain.sync.gradients import Gradients
+from hvdtrain.sync.local import Meetings
+
+
+@dataclass(frozen=True)
+class Resident:
+    """The images of a split on a device: uint8 [samples, H, W, C]."""
+
+    images: Tensor
+
+    def take(self, places: Places) -> Tensor:
+        """Return the images uint8 [n, H, W, C], as `crop_flip` makes them."""
+        device, (_, height, width, _) = self.images.device, self.images.shape
+        rows = self._numbers([places.rows])[0]
+        if places.moves is None:
+            return self.images[rows]
+        top, left, mirrored = self._numbers(places.moves)
+        y = top[:, None] + torch.arange(height, device=device) - PADDING
+        x = torch.arange(width, device=device).expand(len(places), width)
+        x = torch.where(mirrored[:, None] > 0, width - 1 - x, x) + left[:, None] - PADDING
+        inside_y, inside_x = y.clamp(0, height - 1), x.clamp(0, width - 1)
+        pixels = self.images[rows[:, None, None], inside_y[:, :, None], inside_x[:, None, :]]
+        is_inside = (y == inside_y)[:, :, None] & (x == inside_x)[:, None, :]
+        moved: Tensor = pixels * is_inside[..., None]
+        return moved
+
+    def _numbers(self, arrays: Sequence[NDArray[np.generic]]) -> Tensor:
+        """Return small arrays [n] as int64 [arrays, n] on the device, in one copy."""
+        stacked = np.stack([array.astype(np.int64) for array in arrays])
+        return torch.from_numpy(stacked).to(self.images.device, non_blocking=True)
+
 
 # Of weights; and of what forwards compute in, if it is another one.
 DTYPES = {"fp64": torch.float64} | dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), torch.float32)

@@ -37,8 +37,7 @@ from hvdtrain.planner.probe import (
 )
 from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import solve
-from hvdtrain.sync.groups import reduction_library
-from hvdtrain.sync.mpi import MPICollectives
+from hvdtrain.sync.collectives import MPICollectives, reduction_library
 from hvdtrain.world import World, communicator_among, temporary_horovod
 
 LEAST_SPARE = 2**30  # bytes a rank needs to measure all-reduces beside its computation

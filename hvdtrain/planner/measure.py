@@ -33,7 +33,7 @@ from hvdtrain.planner.network import Curve
 from hvdtrain.planner.probe import MOST_SLOWDOWN, Start, Tools
 from hvdtrain.planner.profile import ComponentTimes, RankTimes
 from hvdtrain.planner.profilefile import model_words, precision_words
-from hvdtrain.sync.groups import reduction_library
+from hvdtrain.sync.collectives import reduction_library
 from hvdtrain.world import World
 
 MORE = 2  # factor on the counted activations before anything is measured

@@ -15,7 +15,7 @@ from hvdtrain.device import now, read_later, stage_in, stage_out
 from hvdtrain.host.process import wait_until
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork
-from hvdtrain.sync.mpi import MPICollectives
+from hvdtrain.sync.collectives import MPICollectives
 from hvdtrain.world import World
 
 SIZES = tuple(4**power for power in range(1, 14))  # 4 bytes to 64 MiB

@@ -10,11 +10,9 @@ from typing_extensions import override
 from hvdtrain.errors import UsageError
 from hvdtrain.options.requests import CompressRequest, Exact, Local, parse_sync_request
 from hvdtrain.plan.cut import Share
-from hvdtrain.sync.apart import SampleCount
-from hvdtrain.sync.collectives import Alone
+from hvdtrain.sync.collectives import Alone, collectives_of
 from hvdtrain.sync.gradients import ExactSums, ReplicatedGradients
-from hvdtrain.sync.groups import collectives_of
-from hvdtrain.sync.local import LocalMeetings
+from hvdtrain.sync.local import LocalMeetings, SampleCount
 from hvdtrain.sync.states import Replica, States
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.reduction import (

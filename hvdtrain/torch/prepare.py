@@ -16,7 +16,7 @@ from hvdtrain.models import extrastate
 from hvdtrain.models.component import is_dense
 from hvdtrain.options.requests import NO_COMPRESSION, CompressRequest, parse_compress_request
 from hvdtrain.parallel.checksums import fingerprint
-from hvdtrain.sync.groups import open_group
+from hvdtrain.sync.collectives import open_group
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.alike import check_alike, settings

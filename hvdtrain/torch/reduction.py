@@ -13,10 +13,9 @@ from hvdtrain.models.extrastate import COMPILED
 from hvdtrain.options.requests import NO_COMPRESSION, CompressRequest
 from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.plan.cut import Share
-from hvdtrain.sync.collectives import Alone, Collectives
+from hvdtrain.sync.collectives import Alone, Collectives, collectives_of
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.gradients import Bucket, Gradients, ReplicatedGradients, Sums
-from hvdtrain.sync.groups import collectives_of
 from hvdtrain.sync.states import Kept, Shapes, States
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.alike import raise_difference

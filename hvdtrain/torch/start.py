@@ -21,7 +21,7 @@ from hvdtrain.errors import HvdtrainError, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.process import STOP_SIGNALS
 from hvdtrain.options.sections import Library
-from hvdtrain.sync.groups import reduction_library, remarks
+from hvdtrain.sync.collectives import reduction_library, remarks
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Agreement, Note
 from hvdtrain.torch.alike import check_models

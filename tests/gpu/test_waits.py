@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hvdtrain.parallel.step import read_later
+from hvdtrain.parallel.runtime import read_later
 from tests.single.parallel.test_deferred import runtime_of, step_of
 
 

@@ -12,8 +12,7 @@ from hvdtrain.check.plan import local_batch, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component, tensor_shapes
 from hvdtrain.options.requests import DiLoCo, Elastic
-from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.step import Step
+from hvdtrain.parallel.runtime import Runtime, Step
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.plan.program import program_of

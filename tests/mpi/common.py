@@ -14,9 +14,8 @@ from hvdtrain.check.plan import MEAN, STD, local_batch, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models import resnet, vit
 from hvdtrain.models.component import Component
-from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.runtime import Runtime, Step
 from hvdtrain.parallel.stage import Images
-from hvdtrain.parallel.step import Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan

@@ -7,7 +7,7 @@ import numpy as np
 
 from hvdtrain.backends.pytorch.parts import set_learning_rate
 from hvdtrain.check.plan import local_batch, random_batch
-from hvdtrain.parallel.step import Step
+from hvdtrain.parallel.runtime import Step
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.plan.program import program_of

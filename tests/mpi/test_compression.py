@@ -11,10 +11,8 @@ from torch import Tensor
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.sync.collectives import Collectives
-from hvdtrain.sync.compress import TopKSums
+from hvdtrain.sync.compress import PowerSums, Residual, TopKSums
 from hvdtrain.sync.gradients import Sums
-from hvdtrain.sync.powersgd import PowerSums
-from hvdtrain.sync.residuals import Residual
 from hvdtrain.world import World
 from tests.mpi.common import components_of, names, run_step, runtime_of, whole_state
 from tests.mpi.compression import (

@@ -20,7 +20,7 @@ from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import Program, program_of
-from hvdtrain.sync import groups
+from hvdtrain.sync import collectives
 from hvdtrain.sync.collectives import HorovodCollectives
 from hvdtrain.sync.gradients import ReplicatedGradients
 from hvdtrain.world import World
@@ -64,7 +64,7 @@ def left_out(tensor: Tensor, bucket: str) -> Tensor:
 def test_a_wrong_reduction(
     world: World, monkeypatch: pytest.MonkeyPatch, change: Any, operation: str
 ) -> None:
-    monkeypatch.setattr(groups, "HorovodCollectives", faulty(change, operation))
+    monkeypatch.setattr(collectives, "HorovodCollectives", faulty(change, operation))
     small = partial(ReplicatedGradients, bucket_bytes=100_000)
     monkeypatch.setattr(agreement, "ReplicatedGradients", small)
     parity = check(world, "dp")

@@ -8,7 +8,7 @@ import torch
 
 from hvdtrain.emulate.device import Clock, DelayedCollectives, DelayedExchange, Hardware
 from hvdtrain.planner.clusters import PRESETS
-from hvdtrain.sync.mpi import MPICollectives
+from hvdtrain.sync.collectives import MPICollectives
 from hvdtrain.world import World, communicator_among
 
 pytestmark = pytest.mark.several_ranks

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from hvdtrain.parallel.batchnorm import synchronise
-from hvdtrain.parallel.boundary import Boundaries, Form
-from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.exchange import Boundaries, Exchange, Form
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.marks import StepMarks

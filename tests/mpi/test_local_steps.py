@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from hvdtrain.models.component import Component
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.sync import local
-from hvdtrain.sync.apart import Averages, weighted_average
 from hvdtrain.sync.collectives import Collectives
-from hvdtrain.sync.local import DiLoCoMeetings
+from hvdtrain.sync.local import Averages, DiLoCoMeetings, weighted_average
 from hvdtrain.world import World
 from tests.mpi.apart import (
     ALONE,

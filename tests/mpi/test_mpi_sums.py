@@ -9,8 +9,8 @@ import torch
 from hvdtrain.check.parity import Parity
 from hvdtrain.check.plan import check_plan
 from hvdtrain.config import TrainConfig
-from hvdtrain.sync import groups, mpi
-from hvdtrain.sync.mpi import MPICollectives
+from hvdtrain.sync import collectives
+from hvdtrain.sync.collectives import MPICollectives
 from hvdtrain.world import World, communicator_among
 from tests.mpi.common import CLASSES, components_of, names
 from tests.mpi.plans import PLANS
@@ -105,7 +105,7 @@ def test_a_wrong_sum(world: World, monkeypatch: pytest.MonkeyPatch, fault: str) 
                 tensor /= self.size
             return super().all_reduce(tensor.clone() if fault == "left out" else tensor, name)
 
-    monkeypatch.setattr(groups, "MPICollectives", Faulty)
+    monkeypatch.setattr(collectives, "MPICollectives", Faulty)
     parity = parity_of(world, "dp")
     is_wrong = parity.largest > SEEN or parity.largest != parity.largest
     assert is_wrong == (fault != "none"), parity
@@ -116,13 +116,13 @@ def test_horovod_is_not_needed(world: World, monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: Any) -> None:
         raise AssertionError("Horovod was started")
 
-    monkeypatch.setattr(groups.worlds, "start_horovod", refuse)
+    monkeypatch.setattr(collectives.worlds, "start_horovod", refuse)
     # Only one of the ranks lacks it.
-    monkeypatch.setattr(groups, "has_horovod", lambda: world.rank > 0)
-    assert groups.reduction_library(None, world) == "mpi"
+    monkeypatch.setattr(collectives, "has_horovod", lambda: world.rank > 0)
+    assert collectives.reduction_library(None, world) == "mpi"
     assert parity_of(world, "dp", replace(CONFIG, reduce_with=None)).is_within
 
 
 def test_the_installed_library_is_recognised() -> None:
-    assert groups.has_horovod()
-    assert mpi.DATATYPES.keys().isdisjoint(mpi.HALVES)
+    assert collectives.has_horovod()
+    assert collectives.DATATYPES.keys().isdisjoint(collectives.HALVES)

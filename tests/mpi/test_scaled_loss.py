@@ -9,8 +9,8 @@ import torch
 
 from hvdtrain.check.plan import check_plan, local_batch, random_batch
 from hvdtrain.config import TrainConfig
-from hvdtrain.parallel import step as steps
-from hvdtrain.parallel.step import Step
+from hvdtrain.parallel import runtime as steps
+from hvdtrain.parallel.runtime import Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan

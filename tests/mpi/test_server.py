@@ -10,8 +10,8 @@ from torch import nn
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
 from hvdtrain.plan.plan import Plan, Stage
-from hvdtrain.sync.slices import Slice
-from hvdtrain.sync.worker import Worker
+from hvdtrain.sync.server import Worker
+from hvdtrain.sync.states import Slice
 from hvdtrain.world import World
 from tests.mpi.apart import (
     BOUND,

@@ -12,14 +12,12 @@ from torch import nn
 from hvdtrain.backends.pytorch.parts import make_optimizer, set_learning_rate
 from hvdtrain.check.plan import local_batch, random_batch
 from hvdtrain.config import TrainConfig
-from hvdtrain.parallel.step import Step
+from hvdtrain.parallel.runtime import Step
 from hvdtrain.plan.cut import Share, cut
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.plan.program import program_of
-from hvdtrain.sync.messages import Push, Wire
-from hvdtrain.sync.server import ArrivingUpdates, Server
-from hvdtrain.sync.slices import Slice
-from hvdtrain.sync.worker import PushedGradients, Worker
+from hvdtrain.sync.server import ArrivingUpdates, Push, PushedGradients, Server, Wire, Worker
+from hvdtrain.sync.states import Slice
 from hvdtrain.world import World, communicator_among, communicator_for
 from tests.mpi.apart import (
     ALONE,

@@ -18,11 +18,10 @@ from hvdtrain.backends.pytorch.state import (
     to_array,
 )
 from hvdtrain.config import TrainConfig
-from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.step import UpdateRule
+from hvdtrain.parallel.runtime import Runtime, UpdateRule
 from hvdtrain.plan.cut import Share, cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync.mpi import MPICollectives
+from hvdtrain.sync.collectives import MPICollectives
 from hvdtrain.sync.sharded import ShardedGradients, SlicedSums
 from hvdtrain.sync.states import States
 from hvdtrain.world import World, communicator_among

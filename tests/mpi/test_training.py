@@ -17,8 +17,7 @@ from hvdtrain.data import order
 from hvdtrain.data.index import read_index
 from hvdtrain.engine.feed import normalisation
 from hvdtrain.models.component import Component
-from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.step import Step
+from hvdtrain.parallel.runtime import Runtime, Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, replicated

@@ -26,7 +26,14 @@ ROOMS = (
 # The modules that may import a library which is slow, missing on some machines, or conflicting.
 OWNERS = {
     "horovod": {"world"},
-    "mpi4py": {"world", "transfer", "doctor", "parallel.exchange", "sync.messages", "sync.mpi"},
+    "mpi4py": {
+        "world",
+        "transfer",
+        "doctor",
+        "parallel.exchange",
+        "sync.collectives",
+        "sync.server",
+    },
     "h5py": {"data"},
     "safetensors": {"checkpoint.tensorfile"},
     "tensorflow": {"doctor", "keras", "backends.tensorflow"},

@@ -22,21 +22,23 @@ from hvdtrain.options.requests import (
 from hvdtrain.options.sections import Library
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync.apart import Meetings, SampleCount
-from hvdtrain.sync.collectives import Alone, Collectives
-from hvdtrain.sync.compress import make_sums
-from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
-from hvdtrain.sync.groups import (
+from hvdtrain.sync.collectives import (
+    Alone,
+    Collectives,
     check_algorithm,
     collectives_of,
     open_group,
     reduction_library,
 )
+from hvdtrain.sync.compress import make_sums
+from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
 from hvdtrain.sync.local import (
     DiLoCoMeetings,
     ElasticMeetings,
     LocalGradients,
     LocalMeetings,
+    Meetings,
+    SampleCount,
     SwitchedGradients,
 )
 from hvdtrain.sync.sharded import ShardedGradients

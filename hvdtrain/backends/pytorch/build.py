@@ -40,12 +40,11 @@ from hvdtrain.models.shapes import (
 )
 from hvdtrain.options.requests import Server
 from hvdtrain.options.sections import smoothing_of
-from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.checksums import digest
 from hvdtrain.parallel.dropout import Draws, follow_samples
-from hvdtrain.parallel.runtime import Observer, Runtime, Settings
+from hvdtrain.parallel.exchange import Boundaries, Form
+from hvdtrain.parallel.runtime import Observer, Runtime, Settings, UpdateRule
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, ComponentClock, Images, Part, StageModel
-from hvdtrain.parallel.step import UpdateRule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.planfile import recomputed_components

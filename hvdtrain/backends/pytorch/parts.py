@@ -19,29 +19,29 @@ from hvdtrain.models.find import call_users, find_function
 from hvdtrain.options.requests import Server as ServerRequest
 from hvdtrain.options.sections import OPTIMIZERS
 from hvdtrain.parallel.batchnorm import synchronise
-from hvdtrain.parallel.boundary import Form, to_channels_last
-from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.exchange import Exchange, Form, to_channels_last
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.planfile import recomputed_components
-from hvdtrain.sync.apart import SampleCount
-from hvdtrain.sync.collectives import Alone, Collectives
+from hvdtrain.sync.collectives import Alone, Collectives, MPICollectives
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
-from hvdtrain.sync.messages import Wire
-from hvdtrain.sync.mpi import MPICollectives
+from hvdtrain.sync.local import SampleCount
 from hvdtrain.sync.server import (
     ArrivingUpdates,
+    AveragedStatistics,
+    PushedGradients,
+    PushOptimizer,
     ServedGradients,
     Server,
     SummedUpdates,
     Updates,
+    Wire,
+    Worker,
     keep_only,
     rate_by_delay,
     rate_by_share,
 )
-from hvdtrain.sync.slices import Slice, slices_of
-from hvdtrain.sync.states import States
-from hvdtrain.sync.worker import AveragedStatistics, PushedGradients, PushOptimizer, Worker
+from hvdtrain.sync.states import Slice, States, slices_of
 from hvdtrain.world import World
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)

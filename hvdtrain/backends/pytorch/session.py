@@ -46,9 +46,15 @@ from hvdtrain.host.process import return_freed_memory
 from hvdtrain.models import extrastate
 from hvdtrain.models.component import Component
 from hvdtrain.options.requests import NO_SYNC
-from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.runtime import (
+    Logits,
+    Runtime,
+    Step,
+    copied_buffers,
+    read_later,
+    restore_buffers,
+)
 from hvdtrain.parallel.stage import Part, StageModel
-from hvdtrain.parallel.step import Logits, Step, copied_buffers, read_later, restore_buffers
 from hvdtrain.plan import program, trace
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import Cut, cut

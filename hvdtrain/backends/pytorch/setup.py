@@ -52,14 +52,13 @@ from hvdtrain.models.costs import component_costs
 from hvdtrain.models.shapes import Boundary
 from hvdtrain.options.requests import Chosen, Server
 from hvdtrain.options.sections import AUGMENTATIONS, AUTO_PRECISION
-from hvdtrain.parallel.resident import Resident
-from hvdtrain.parallel.stage import AUTOCAST, Images
+from hvdtrain.parallel.stage import AUTOCAST, Images, Resident
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.planfile import reason_against_split_backward
 from hvdtrain.precision import bf16_speedups, comparison, speedup
-from hvdtrain.sync import groups
+from hvdtrain.sync import collectives
 from hvdtrain.world import World, allow_new_groups
 
 if TYPE_CHECKING:
@@ -427,7 +426,7 @@ def remarks_of(
     """Return what a user should know of the session before it trains. Collective."""
     config, world = trial.config, trial.world
     has_sums = not isinstance(config.sync_request, Server)
-    sums = groups.remarks(config.reduce_with, world) if has_sums else []
+    sums = collectives.remarks(config.reduce_with, world) if has_sums else []
     machine = machine_of(world)
     choice = (*machine.remarks(plan, chosen is not None), *(chosen.remarks if chosen else ()))
     slow = ""

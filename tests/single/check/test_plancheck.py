@@ -15,7 +15,7 @@ from hvdtrain import cli
 from hvdtrain.backends.pytorch import build, parts
 from hvdtrain.models.losses import cross_entropy
 from hvdtrain.parallel import runtime as runtimes
-from hvdtrain.parallel import step as updates
+from hvdtrain.parallel import runtime as updates
 from hvdtrain.parallel.runtime import Runtime, Settings
 from hvdtrain.sync.gradients import SerialGradients
 

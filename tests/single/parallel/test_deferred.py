@@ -13,9 +13,8 @@ from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.check.plan import MEAN, STD, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models import components
-from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.runtime import Runtime, Step, read_later
 from hvdtrain.parallel.stage import Images
-from hvdtrain.parallel.step import Step, read_later
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import replicated

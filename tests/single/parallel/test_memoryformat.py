@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from hvdtrain.parallel.boundary import to_channels_last
+from hvdtrain.parallel.exchange import to_channels_last
 
 
 def test_weights_of_any_dimensions_keep_their_values() -> None:

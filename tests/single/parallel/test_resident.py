@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hvdtrain.data.augment import Places, crop_flip, moves
-from hvdtrain.parallel.resident import Resident
+from hvdtrain.parallel.stage import Resident
 
 COUNT, SEED, EPOCH = 40, 5, 3
 

@@ -6,9 +6,8 @@ from torch import nn
 from hvdtrain.options.requests import TopK
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Alone
-from hvdtrain.sync.compress import make_sums
+from hvdtrain.sync.compress import PowerSums, make_sums
 from hvdtrain.sync.gradients import ReplicatedGradients
-from hvdtrain.sync.powersgd import PowerSums
 from hvdtrain.sync.states import States
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hvdtrain.sync.server import keep_only
-from hvdtrain.sync.slices import Slice, assign, slices_of
+from hvdtrain.sync.states import Slice, assign, slices_of
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 5])
