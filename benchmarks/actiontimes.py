@@ -23,12 +23,11 @@ from hvdtrain.parallel.exchange import Boundaries, Form
 from hvdtrain.parallel.runtime import Observer, Runtime, Step
 from hvdtrain.parallel.stage import Part
 from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import COMMUNICATION, Action, boundary, rows_sent
-from hvdtrain.plan.cut import Cut, Share
-from hvdtrain.plan.marks import Reduction
+from hvdtrain.plan.cut import COMMUNICATION, Action, Cut, Share, boundary, rows_sent
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import Program, program
 from hvdtrain.plan.simulate import Costs
+from hvdtrain.plan.trace import Reduction
 from hvdtrain.planner.chain import LEAST, repeated, without_gathering
 from hvdtrain.sync.gradients import Gradients, all_finite
 from hvdtrain.world import World

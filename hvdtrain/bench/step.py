@@ -34,8 +34,8 @@ from hvdtrain.host.process import StopRequest
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.runtime import Step, read_later
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
-from hvdtrain.plan.actions import COMMUNICATION, COMPUTE
-from hvdtrain.plan.marks import StepMarks
+from hvdtrain.plan.cut import COMMUNICATION, COMPUTE
+from hvdtrain.plan.trace import StepMarks
 from hvdtrain.planner.chain import Chain, Link, without_gathering
 
 WARM_UP, PROFILED = 3, 3  # steps before the timed ones, and after them

@@ -33,15 +33,15 @@ from hvdtrain.engine.feed import Feeder, augmentation, step_seed, take_rows
 from hvdtrain.engine.progress import learning_rate
 from hvdtrain.errors import CheckFailed, UsageError
 from hvdtrain.models.component import Component, build_component
+from hvdtrain.models.costs import boundaries
 from hvdtrain.models.losses import example_targets, form_for
-from hvdtrain.models.shapes import boundaries
-from hvdtrain.parallel.checksums import digest
 from hvdtrain.parallel.reference import largest_errors
 from hvdtrain.parallel.runtime import Runtime, Step
 from hvdtrain.parallel.stage import Images, Part
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import program_of
+from hvdtrain.sync.states import digest
 from hvdtrain.world import World
 
 MEAN, STD = [0.5] * 3, [0.25] * 3

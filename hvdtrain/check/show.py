@@ -16,12 +16,12 @@ from hvdtrain.device import choose_device
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target, write_text
 from hvdtrain.models.component import Component
-from hvdtrain.models.shapes import boundaries
+from hvdtrain.models.costs import boundaries
 from hvdtrain.options.requests import Chosen, Server
 from hvdtrain.options.sections import smoothing_of
 from hvdtrain.parallel.stage import DTYPES, Images
-from hvdtrain.plan import planfile
-from hvdtrain.plan.actions import to_csv
+from hvdtrain.plan.cut import to_csv
+from hvdtrain.plan.plan import save_plan
 from hvdtrain.plan.trace import write_trace
 from hvdtrain.planner import clusters
 from hvdtrain.planner.agreement import (
@@ -177,7 +177,7 @@ def _subject(
 def _write(config: PlanConfig, candidate: Candidate) -> None:
     """Write the requested files."""
     if config.save:
-        planfile.save(candidate.plan, Path(config.save))
+        save_plan(candidate.plan, Path(config.save))
     if config.actions:
         write_text(Path(config.actions), to_csv(candidate.schedule), "the actions")
     if config.trace:

@@ -35,9 +35,8 @@ from hvdtrain.options.requests import Chosen
 from hvdtrain.options.sections import parse_emulate
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
-from hvdtrain.plan.actions import COMPUTE
-from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.planfile import recomputed_components
+from hvdtrain.plan.cut import COMPUTE
+from hvdtrain.plan.plan import Plan, recomputed_components
 from hvdtrain.planner import clusters, profilefile
 from hvdtrain.planner.adapt import seconds_to_migrate
 from hvdtrain.planner.candidate import Candidate, play

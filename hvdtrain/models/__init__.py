@@ -21,8 +21,8 @@ REGISTRY = {
     "resnet50": "hvdtrain.models.resnet:resnet50",
     "vit_tiny": "hvdtrain.models.vit:vit_tiny",
     "vit_b16": "hvdtrain.models.vit:vit_b16",
-    "cct_2": "hvdtrain.models.cct:cct_2",
-    "cct_6": "hvdtrain.models.cct:cct_6",
+    "cct_2": "hvdtrain.models.vit:cct_2",
+    "cct_6": "hvdtrain.models.vit:cct_6",
 }
 MODEL_NAMES = tuple(REGISTRY)
 

@@ -2,21 +2,131 @@
 
 A file is a dictionary of tensors written by `torch.save`, as torchvision's are. Reading one never
 runs code from it.
+
+State of modules beside their tensors (`get_extra_state`) becomes tensors that a checkpoint can
+hold: its structure as JSON, uint8 [n], and the tensors in it by number.
 """
 
+import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hvdtrain.errors import DataError, UsageError
+from hvdtrain.device import is_gpu
+from hvdtrain.errors import DataError, UsageError, one_line
 from hvdtrain.host.files import write_whole
-from hvdtrain.models import extrastate
 from hvdtrain.models.ready import WHOLE
+
+KEY = "_extra_state"  # as in PyTorch's state_dict
+COMPILED = "_orig_mod."  # torch.compile puts it into the names of parameters
+LISTS: dict[str, Any] = {"list": list, "tuple": tuple}
+MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}
+
+
+def with_state(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module that has such a state, with the name of the state after `prefix`."""
+    for path, part in module.named_modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            name = f"{prefix}{path}.{KEY}" if path else f"{prefix}{KEY}"
+            yield name.replace(COMPILED, ""), part
+
+
+def saved(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """Return the states of a module as named tensors, which are not copies.
+
+    Raises:
+        UsageError: if a state cannot be saved, or not be loaded again.
+    """
+    named: dict[str, Tensor] = {}
+    for name, part in with_state(module, prefix):
+        if type(part).set_extra_state is nn.Module.set_extra_state:
+            raise UsageError(
+                f"{name}: {type(part).__name__} has get_extra_state and no set_extra_state, so "
+                "that no run could resume: add it"
+            )
+        named |= encoded(name, part.get_extra_state())
+    return named
+
+
+def load(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> None:
+    """Give a module the states in named tensors, which may hold others, too.
+
+    Raises:
+        DataError: if a state is missing, or not in the form of `encoded`.
+    """
+    for name, part in with_state(module, prefix):
+        if name not in tensors:
+            raise DataError(
+                f"the checkpoint holds no {name}, since older versions did not save what "
+                "get_extra_state returns: start a new run from its weights"
+            )
+        device = next((value.device for value in (*module.parameters(), *module.buffers())), None)
+        try:
+            state = decoded(name, tensors, device)
+        except (LookupError, RecursionError, TypeError, ValueError) as error:
+            raise DataError(f"{name} in the checkpoint is damaged: {one_line(error)}") from None
+        part.set_extra_state(state)
+
+
+def encoded(name: str, state: Any) -> dict[str, Tensor]:
+    """Return a state as named tensors.
+
+    Raises:
+        UsageError: if it is not made of tensors, arrays, numbers, text, lists and dictionaries.
+    """
+    tensors: list[Tensor] = []
+
+    def plain(value: Any) -> Any:
+        kind = type(value).__name__
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if LISTS.get(kind) is type(value):
+            return {kind: [plain(item) for item in value]}
+        if MAPPINGS.get(kind) is type(value):
+            return {kind: [[plain(key), plain(item)] for key, item in value.items()]}
+        is_array = isinstance(value, np.ndarray | np.generic)
+        if is_array:
+            with suppress(TypeError, ValueError):  # of objects, or in another byte order
+                value = torch.from_numpy(np.array(value))
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            raise UsageError(
+                f"{name}: get_extra_state returns a {kind}, which a checkpoint cannot hold: "
+                "return tensors, numbers, text, lists and dictionaries, or keep it elsewhere"
+            )
+        tensors.append(value.detach())
+        return {"array" if is_array else value.device.type: len(tensors) - 1}
+
+    text = json.dumps(plain(state)).encode()
+    named = {name: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    return named | {f"{name}/{number}": tensor for number, tensor in enumerate(tensors)}
+
+
+def decoded(name: str, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
+    """Return the state in named tensors; those that were not on the CPU go to `device`."""
+
+    def state(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        ((kind, content),) = value.items()
+        if kind in LISTS:
+            return LISTS[kind](map(state, content))
+        if kind in MAPPINGS:
+            return MAPPINGS[kind]((state(key), state(item)) for key, item in content)
+        tensor = tensors[f"{name}/{content}"]
+        if kind == "array":
+            return tensor.numpy()[()]
+        return tensor.to(device) if is_gpu(torch.device(kind)) else tensor
+
+    return state(json.loads(tensors[name].cpu().numpy().tobytes()))
+
 
 _LAYER = r"encoder.layers.encoder_layer_\1"
 _RESNET = ((r"(?:stem|head)\.(.*)", r"\1"),)
@@ -104,10 +214,10 @@ def read(
     if not theirs.keys() - content.keys():
         theirs = {name: name for name in shapes}
     whole = f"{WHOLE}." if all(name == f"{WHOLE}.{theirs[name]}" for name in shapes) else ""
-    states = [name for name in content if name.endswith(extrastate.KEY)]
+    states = [name for name in content if name.endswith(KEY)]
     tensors, reshaped = dict[str, Tensor](), list[str]()
     for name in states:
-        tensors |= extrastate.encoded(f"{whole}{name}", content.pop(name))
+        tensors |= encoded(f"{whole}{name}", content.pop(name))
     if odd := content.keys() - set(theirs.values()):
         raise DataError(
             f"{path} holds {_some(odd)}, which {model} does not have: use weights of {model}"
@@ -142,7 +252,7 @@ def _load(path: Path) -> dict[str, Any]:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise DataError(f"{path} is not a file of weights: {reason[0]}") from None
     if not isinstance(content, dict) or not all(
-        isinstance(name, str) and (isinstance(value, Tensor) or name.endswith(extrastate.KEY))
+        isinstance(name, str) and (isinstance(value, Tensor) or name.endswith(KEY))
         for name, value in content.items()
     ):
         raise DataError(

@@ -26,10 +26,9 @@ from hvdtrain.parallel.dropout import Draws
 from hvdtrain.parallel.exchange import Boundaries, Exchange
 from hvdtrain.parallel.halves import Group
 from hvdtrain.parallel.stage import Images, Part
-from hvdtrain.plan.actions import COMMUNICATION
-from hvdtrain.plan.marks import Act, StepMarks
+from hvdtrain.plan.cut import COMMUNICATION
 from hvdtrain.plan.program import Key, Program, Task
-from hvdtrain.plan.trace import Event
+from hvdtrain.plan.trace import Act, Event, StepMarks
 
 
 class Held(dict[Key, tuple[Tensor, int]]):

@@ -22,13 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.data.augment import PADDING, Places
 from hvdtrain.device import Mark
-from hvdtrain.models import extrastate
+from hvdtrain.models import weights
 from hvdtrain.options.sections import is_exempt
 from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
-from hvdtrain.parallel.checksums import digest, fingerprint
 from hvdtrain.parallel.exchange import keeping_format
 from hvdtrain.sync.gradients import Gradients
 from hvdtrain.sync.local import Meetings
+from hvdtrain.sync.states import digest, fingerprint
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class StageModel:
         return {
             name: value
             for component, module in self.components.items()
-            for name, value in extrastate.saved(module, f"{component}.").items()
+            for name, value in weights.saved(module, f"{component}.").items()
         }
 
     def put_extra(self, tensors: Mapping[str, Tensor]) -> None:
@@ -161,7 +161,7 @@ class StageModel:
             DataError: if one is missing.
         """
         for component, module in self.components.items():
-            extrastate.load(module, f"{component}.", tensors)
+            weights.load(module, f"{component}.", tensors)
 
     @torch.no_grad()
     def put(self, values: Mapping[str, Tensor]) -> None:

@@ -7,17 +7,21 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import (
+from hvdtrain.plan.cut import (
     RECEIPTS,
     SENDS,
     Action,
+    Cut,
+    Range,
+    Share,
     boundary,
+    cut,
     is_upstream,
     last_backward,
+    offsets,
     receipt_for,
     tag,
 )
-from hvdtrain.plan.cut import Cut, Range, Share, cut, offsets
 from hvdtrain.plan.plan import Plan
 
 VERBOSE = {

@@ -12,12 +12,13 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
-from hvdtrain.plan.actions import (
+from hvdtrain.plan.cut import (
     COMMUNICATION,
     COMPUTE,
     SENDS,
     WEIGHTS,
     Action,
+    Cut,
     Schedule,
     ScheduleError,
     boundary,
@@ -26,7 +27,6 @@ from hvdtrain.plan.actions import (
     peers,
     receipt_for,
 )
-from hvdtrain.plan.cut import Cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.trace import Event
 

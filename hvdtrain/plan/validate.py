@@ -8,8 +8,7 @@ place as a grid of ranks and actions.
 from collections.abc import Iterator, Set
 
 from hvdtrain.plan import cut as cuts
-from hvdtrain.plan.actions import RECEIPTS, SENDS, Action, Schedule, ScheduleError, peers, tag
-from hvdtrain.plan.cut import Cut
+from hvdtrain.plan.cut import RECEIPTS, SENDS, Action, Cut, Schedule, ScheduleError, peers, tag
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.schedule import training_step
 from hvdtrain.plan.simulate import Deadlock, simulate, unit_costs

@@ -21,8 +21,8 @@ from hvdtrain.options.requests import (
     TopK,
     parse_compress_request,
 )
-from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.schedule import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.plan.traffic import Operation, Sizes, Traffic, bucket_traffic, meeting_operations
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from hvdtrain.models.costs import ComponentCost
-from hvdtrain.plan.actions import Action, Schedule
-from hvdtrain.plan.cut import Cut, cut, sample_counts
+from hvdtrain.plan.cut import Action, Cut, Schedule, cut, sample_counts
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.schedule import training_step
 from hvdtrain.plan.simulate import Costs, Simulation, simulate

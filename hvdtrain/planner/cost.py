@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hvdtrain.plan.actions import (
+from hvdtrain.plan.cut import (
     RECEIPTS,
     SENDS,
     Action,
+    Cut,
     boundary,
+    is_same,
     partner,
     peers,
     receipt_for,
     rows_sent,
 )
-from hvdtrain.plan.cut import Cut, is_same
 from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.plan.simulate import Costs
 from hvdtrain.plan.traffic import Operation, Sizes

@@ -23,8 +23,8 @@ from hvdtrain.models.costs import ComponentCost
 from hvdtrain.options.requests import Chosen
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import AUTOCAST, Images, StageModel
-from hvdtrain.plan.passes import group_by_bytes
-from hvdtrain.plan.planfile import reason_against_split_backward, recomputed_components
+from hvdtrain.plan.plan import reason_against_split_backward, recomputed_components
+from hvdtrain.plan.schedule import group_by_bytes
 from hvdtrain.planner.agreement import NONE
 from hvdtrain.planner.chain import Chain, Disturb, Halves, Link, Seconds
 from hvdtrain.planner.coding import measure_coding

@@ -21,8 +21,8 @@ from hvdtrain.device import Mark, mark
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import is_dense
 from hvdtrain.plan.cut import Share
-from hvdtrain.plan.marks import Reduction
-from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
+from hvdtrain.plan.schedule import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
+from hvdtrain.plan.trace import Reduction
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.states import CopiedStates, Kept, Shapes, States
 

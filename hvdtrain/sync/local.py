@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from hvdtrain.options.requests import DiLoCo, Elastic, Local
 from hvdtrain.plan.cut import Share
-from hvdtrain.plan.marks import Reduction
+from hvdtrain.plan.trace import Reduction
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Gradients, SerialGradients
 from hvdtrain.sync.states import MODEL, CopiedStates, Kept, Replica, Shapes

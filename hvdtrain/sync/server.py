@@ -28,7 +28,7 @@ from typing_extensions import override
 from hvdtrain import world
 from hvdtrain.host.process import wait_until
 from hvdtrain.plan.cut import Share
-from hvdtrain.plan.marks import Reduction
+from hvdtrain.plan.trace import Reduction
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Gradients, SerialGradients
 from hvdtrain.sync.local import Meetings, weighted_average

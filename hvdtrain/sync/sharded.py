@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.host import process
-from hvdtrain.plan.passes import BUCKET_BYTES
+from hvdtrain.plan.schedule import BUCKET_BYTES
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import (
     Bucket,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvdtrain.errors import CheckFailed, UsageError
-from hvdtrain.parallel.checksums import fingerprint
+from hvdtrain.sync.states import fingerprint
 from hvdtrain.torch.agreement import Agreement, Note
 from hvdtrain.torch.state import State
 

@@ -27,8 +27,8 @@ from hvdtrain.checkpoint.store import EXTRA, MODEL, OPTIMIZER, SYNC, Checkpoint
 from hvdtrain.device import random_state, set_random_state
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
-from hvdtrain.models import extrastate
-from hvdtrain.parallel.checksums import digest
+from hvdtrain.models import weights
+from hvdtrain.sync.states import digest
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.alike import check_models
@@ -154,7 +154,7 @@ def _extra(state: State, steps: int) -> dict[str, Tensor]:
     extra = {
         f"{EXTRA}{name}": value
         for number, model in enumerate(state.models)
-        for name, value in extrastate.saved(model.model, _prefix(state, number)).items()
+        for name, value in weights.saved(model.model, _prefix(state, number)).items()
     }
     digests = {name: digest(value) for name, value in extra.items()}
     everywhere = state.agreement.gather(Note(Action.SAVING, number=steps), digests)
@@ -250,7 +250,7 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
     _check_groups(path, loop["groups"], optimizers)
     extra = {name: to_tensor(value) for name, value in checkpoint.extra.items()}
     for number, model in enumerate(state.models):
-        extrastate.load(model.model, _prefix(state, number), extra)
+        weights.load(model.model, _prefix(state, number), extra)
     for part in targets:
         for name, target in part.items():
             target.copy_(to_tensor(checkpoint.tensors[name]))

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from hvdtrain import world
 from hvdtrain.device import check_horovod_on, is_gpu
 from hvdtrain.errors import UsageError
-from hvdtrain.models import extrastate
+from hvdtrain.models import weights
 from hvdtrain.models.component import is_dense
 from hvdtrain.options.requests import NO_COMPRESSION, CompressRequest, parse_compress_request
-from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.sync.collectives import open_group
+from hvdtrain.sync.states import fingerprint
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.alike import check_alike, settings
@@ -208,7 +208,7 @@ def _make_equal(
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     is_first, extra = state.place.is_first, dict[str, Tensor]()
     with suppress(UsageError):  # refused where it is saved
-        extra = extrastate.saved(model, "")
+        extra = weights.saved(model, "")
     local = fingerprint([*tensors.values(), *extra.values()])
     if len(set(state.agreement.gather(note, local))) > 1:
         values = {name: value.detach() for name, value in tensors.items()} | extra
@@ -216,7 +216,7 @@ def _make_equal(
         for name, target in tensors.items():
             target.copy_(values[name])
         if extra.keys() & values.keys():
-            extrastate.load(model, "", values)
+            weights.load(model, "", values)
     for optimizer in optimizers:
         if any(state.agreement.gather(note, bool(optimizer.state))):
             kept = state.agreement.broadcast(note, optimizer.state_dict() if is_first else None)

@@ -9,14 +9,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hvdtrain.engine.control import stop_code
 from hvdtrain.host.process import StopRequest
-from hvdtrain.models.extrastate import COMPILED
+from hvdtrain.models.weights import COMPILED
 from hvdtrain.options.requests import NO_COMPRESSION, CompressRequest
-from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Alone, Collectives, collectives_of
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.gradients import Bucket, Gradients, ReplicatedGradients, Sums
-from hvdtrain.sync.states import Kept, Shapes, States
+from hvdtrain.sync.states import Kept, Shapes, States, fingerprint
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.alike import raise_difference
 from hvdtrain.torch.state import State

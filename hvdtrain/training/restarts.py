@@ -22,7 +22,7 @@ from hvdtrain.host import alert, files, records
 from hvdtrain.host.ownership import LAUNCH, LAUNCHED, process_start, since_boot
 from hvdtrain.launch import RanksStop
 from hvdtrain.options import requests
-from hvdtrain.plan.planfile import refit
+from hvdtrain.plan.plan import refit
 from hvdtrain.training.metrics import AFTER_FAULTS, make_folder
 
 NO_FAULT = (0, Interrupted.exit_code, Preempted.exit_code)

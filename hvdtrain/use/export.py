@@ -13,7 +13,7 @@ import torch
 from hvdtrain.backends.pytorch.state import to_tensor
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.host.files import check_target, write_whole
-from hvdtrain.models import extrastate, weights
+from hvdtrain.models import weights
 from hvdtrain.options.givenmodel import Model
 from hvdtrain.use.trained import (
     Classifier,
@@ -67,8 +67,8 @@ def export(
             {name: to_tensor(array) for name, array in arrays.items()}
             for arrays in (saved.tensors, saved.extra)
         )
-        states = [name for name in extra if name.endswith(extrastate.KEY)]
-        decoded = {name: extrastate.decoded(name, extra) for name in states}
+        states = [name for name in extra if name.endswith(weights.KEY)]
+        decoded = {name: weights.decoded(name, extra) for name in states}
         weights.write(path, name, state, decoded)
         return checkpoint
     if path.suffix == ONNX:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hvdtrain import torch as distributed
 from hvdtrain.backends.pytorch.session import under_plan
 from hvdtrain.errors import CheckFailed, UsageError
-from hvdtrain.models import extrastate
+from hvdtrain.models import weights
 from hvdtrain.models.component import Component
 from hvdtrain.training.summary import weights_sha256
 from hvdtrain.world import World
@@ -75,7 +75,7 @@ def test_it_moves_between_plans(
     world: World, monkeypatch: pytest.MonkeyPatch, forgets: bool
 ) -> None:
     if forgets:  # the control
-        monkeypatch.setattr(extrastate, "load", lambda *_: None)
+        monkeypatch.setattr(weights, "load", lambda *_: None)
     plans = [make(names(COMPONENTS)) for make in PLANS[world.size].values()]
     # A replica without samples does not count: it then differs, and is refused as below.
     plans = [plan for plan in plans if all(min(stage.shares) for stage in plan.stages)]

@@ -22,7 +22,6 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import records
 from hvdtrain.jobs import record, site, sweep, watch
 from hvdtrain.plan import plan as plans
-from hvdtrain.plan import planfile
 from hvdtrain.planner import clusters
 from hvdtrain.study import results, series
 from hvdtrain.training import run
@@ -68,7 +67,7 @@ def test_a_plan_file_is_a_plan_of_the_model_or_one_line(
     file.write_text(json.dumps(hostile.changed(PLAN, path, to)))
 
     def parse() -> plans.Plan:
-        plan = planfile.parse(str(file), NAMES, 3)
+        plan = plans.parse_plan(str(file), NAMES, 3)
         plans.check(plan, NAMES, 3, lambda: "")
         return plan
 
@@ -134,7 +133,7 @@ def test_a_plan_file_made_to_harm_is_refused_soon(tmp_path: Path, text: str, mes
     file.write_text(text)
     start = time.process_time()
     with pytest.raises(UsageError, match=message) as caught:
-        planfile.parse(str(file), NAMES, 3)
+        plans.parse_plan(str(file), NAMES, 3)
     assert time.process_time() - start < 2
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500

@@ -27,29 +27,27 @@ from hvdtrain.health.failure import patience, stalled
 from hvdtrain.host.activity import Activity
 from hvdtrain.models import REGISTRY
 from hvdtrain.models.component import IMAGE_CHANNELS, Component, build_component
-from hvdtrain.models.costs import CountedComponent
-from hvdtrain.models.losses import check_loss, loss_of
-from hvdtrain.models.ready import ready_modules
-from hvdtrain.models.shapes import (
+from hvdtrain.models.costs import (
     Boundary,
+    CountedComponent,
     boundaries,
     run_for_shape,
     run_for_shapes,
     sample_input,
     shape_of,
 )
+from hvdtrain.models.losses import check_loss, loss_of
+from hvdtrain.models.ready import ready_modules
 from hvdtrain.options.requests import Server
 from hvdtrain.options.sections import smoothing_of
-from hvdtrain.parallel.checksums import digest
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.exchange import Boundaries, Form
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings, UpdateRule
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, ComponentClock, Images, Part, StageModel
 from hvdtrain.plan.cut import cut
-from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.planfile import recomputed_components
+from hvdtrain.plan.plan import Plan, recomputed_components
 from hvdtrain.plan.validate import prove
-from hvdtrain.sync.states import bytes_of
+from hvdtrain.sync.states import bytes_of, digest
 from hvdtrain.world import World, notes
 
 ROWS = 2

@@ -21,8 +21,7 @@ from hvdtrain.options.sections import OPTIMIZERS
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.exchange import Exchange, Form, to_channels_last
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Part, StageModel
-from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.planfile import recomputed_components
+from hvdtrain.plan.plan import Plan, recomputed_components
 from hvdtrain.sync.collectives import Alone, Collectives, MPICollectives
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
 from hvdtrain.sync.local import SampleCount

@@ -43,7 +43,7 @@ from hvdtrain.engine.session import (
 from hvdtrain.health.failure import Sighting, bad_step_words
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.process import return_freed_memory
-from hvdtrain.models import extrastate
+from hvdtrain.models import weights
 from hvdtrain.models.component import Component
 from hvdtrain.options.requests import NO_SYNC
 from hvdtrain.parallel.runtime import (
@@ -56,11 +56,10 @@ from hvdtrain.parallel.runtime import (
 )
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan import program, trace
-from hvdtrain.plan.actions import COMPUTE
-from hvdtrain.plan.cut import Cut, cut
-from hvdtrain.plan.marks import StepMarks
+from hvdtrain.plan.cut import COMPUTE, Cut, cut
 from hvdtrain.plan.plan import Plan, is_same_layout, moves
 from hvdtrain.plan.program import Program
+from hvdtrain.plan.trace import StepMarks
 from hvdtrain.sync.gradients import all_finite
 from hvdtrain.world import World
 
@@ -523,7 +522,7 @@ def _by_component(parts: Mapping[int, Part]) -> dict[str, dict[str, np.ndarray]]
                 for name, _ in (*module.named_parameters(), *module.named_buffers())
                 for key, tensor in named[f"{component}.{name}"].items()
             }
-            extra = extrastate.saved(module, f"{component}.")
+            extra = weights.saved(module, f"{component}.")
             tensors |= {f"{EXTRA}{name}": tensor for name, tensor in extra.items()}
             held[component] = {
                 key: to_array(tensor.detach().cpu()) for key, tensor in tensors.items()

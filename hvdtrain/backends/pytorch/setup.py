@@ -48,15 +48,12 @@ from hvdtrain.engine.machine import machine_of
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models.component import Component, build_started, start_of, tensor_shapes
-from hvdtrain.models.costs import component_costs
-from hvdtrain.models.shapes import Boundary
+from hvdtrain.models.costs import Boundary, component_costs
 from hvdtrain.options.requests import Chosen, Server
 from hvdtrain.options.sections import AUGMENTATIONS, AUTO_PRECISION
 from hvdtrain.parallel.stage import AUTOCAST, Images, Resident
 from hvdtrain.plan import plan as plans
-from hvdtrain.plan import planfile
-from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.planfile import reason_against_split_backward
+from hvdtrain.plan.plan import Plan, parse_plan, reason_against_split_backward
 from hvdtrain.precision import bf16_speedups, comparison, speedup
 from hvdtrain.sync import collectives
 from hvdtrain.world import World, allow_new_groups
@@ -369,7 +366,7 @@ def make_plan(
         component_flops = component_costs(components, image_size)
         return [cost.forward_flops for cost in component_flops]
 
-    plan = planfile.parse(config.plan, names, workers, config.microbatches, config.schedule, costs)
+    plan = parse_plan(config.plan, names, workers, config.microbatches, config.schedule, costs)
     plans.check(plan, names, workers, lambda: reason_against_split_backward(config, names))
     if workers < ranks and len(plan.stages) > 1:
         raise UsageError(

@@ -18,7 +18,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.device import copy_out, new_host
 from hvdtrain.engine.session import Shape, State
 from hvdtrain.errors import UsageError
-from hvdtrain.models import extrastate, weights
+from hvdtrain.models import weights
 from hvdtrain.options.requests import Server
 from hvdtrain.options.sections import OPTIMIZERS
 from hvdtrain.parallel.runtime import Runtime
@@ -96,7 +96,7 @@ class TorchState(State):
         last = self.plan.stages[-1].components[-1]
         values, is_other = weights.read(path, self.config.model, self.shapes, last)
         put_tensors(self.parts, values)
-        if any(name.endswith(extrastate.KEY) for name in values):
+        if any(name.endswith(weights.KEY) for name in values):
             for part in self.parts.values():
                 part.model.put_extra(values)
         return f"started from {path}" + (f"; {last} keeps its initial weights" if is_other else "")

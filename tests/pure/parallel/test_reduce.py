@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.plan.passes import group_by_bytes
+from hvdtrain.plan.schedule import group_by_bytes
 
 
 def test_a_small_model_is_one_bucket_and_a_large_one_several() -> None:

@@ -2,7 +2,7 @@
 
 import re
 
-from hvdtrain.plan.actions import Action, Schedule
+from hvdtrain.plan.cut import Action, Schedule
 
 
 def to_text(schedule: Schedule) -> str:

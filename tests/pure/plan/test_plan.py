@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
-from hvdtrain.plan import plan, planfile
+from hvdtrain.plan import plan
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, Stage
 
@@ -22,7 +22,7 @@ def write(folder: Path, content: Any) -> str:
 
 
 def parse(text: str | None, ranks: int, *options: Any) -> Plan:
-    made = planfile.parse(text, PARTS, ranks, *options)
+    made = plan.parse_plan(text, PARTS, ranks, *options)
     plan.check(made, PARTS, ranks)
     return made
 
@@ -97,10 +97,10 @@ def staged(*stages: tuple[list[str], list[int]], **settings: Any) -> Plan:
     "and several stages per rank."
 )
 def test_short_forms_cut_where_the_most_costly_stage_costs_least() -> None:
-    assert planfile.parse("mp", PARTS, 2, None, None, lambda: [5.0, 1.0, 1.0]) == staged(
+    assert plan.parse_plan("mp", PARTS, 2, None, None, lambda: [5.0, 1.0, 1.0]) == staged(
         (["stem"], [0]), (["body", "head"], [1]), microbatches=8
     )
-    assert planfile.parse("hp:2x2", PARTS, 4, 3, "gpipe", lambda: [1.0, 1.0, 5.0]) == staged(
+    assert plan.parse_plan("hp:2x2", PARTS, 4, 3, "gpipe", lambda: [1.0, 1.0, 5.0]) == staged(
         (["stem", "body"], [0, 1]), (["head"], [2, 3]), microbatches=3, schedule="gpipe"
     )
     assert parse("mp", 1) == parse("single", 1)
@@ -108,9 +108,9 @@ def test_short_forms_cut_where_the_most_costly_stage_costs_least() -> None:
 
 def test_more_stages_than_ranks_go_round_them() -> None:
     parts = list("abcdefgh")
-    pipeline = planfile.parse("mp", parts, 2, 4, "interleaved")
+    pipeline = plan.parse_plan("mp", parts, 2, 4, "interleaved")
     assert [stage.ranks for stage in pipeline.stages] == [(0,), (1,), (0,), (1,)]
-    pipeline = planfile.parse("hp:4x2", parts, 4, 4)
+    pipeline = plan.parse_plan("hp:4x2", parts, 4, 4)
     assert [stage.ranks for stage in pipeline.stages] == [(0, 1), (2, 3), (0, 1), (2, 3)]
     assert pipeline.stages_of(1) == (0, 2)
 
@@ -132,7 +132,7 @@ def test_a_short_form_that_does_not_fit_is_refused(text: str, ranks: int, messag
 
 
 def test_a_schedule_that_splits_backward_is_refused_where_that_is_not_exact() -> None:
-    made = planfile.parse("mp", PARTS, 2, 4, "zb-h1")
+    made = plan.parse_plan("mp", PARTS, 2, 4, "zb-h1")
     plan.check(made, PARTS, 2)
     with pytest.raises(UsageError, match="zb-h1 splits the backward, which --recompute does not"):
         plan.check(made, PARTS, 2, lambda: "--recompute")
@@ -145,7 +145,7 @@ def test_interleaving_needs_several_stages_a_rank() -> None:
 
 def test_interleaving_needs_stages_that_go_round_the_ranks_in_full(tmp_path: Path) -> None:
     four = ["a", "b", "c", "d"]
-    plan.check(planfile.parse("hp:4x1", four, 2, 4, "interleaved"), four, 2)
+    plan.check(plan.parse_plan("hp:4x1", four, 2, 4, "interleaved"), four, 2)
     there_and_back = [[0], [1], [0]]
     stages = [
         {"ranks": ranks, "components": [name]}
@@ -168,11 +168,11 @@ def test_labels_say_how_each_component_is_parallel() -> None:
 
 
 def test_a_saved_plan_reads_back(tmp_path: Path) -> None:
-    made = planfile.parse("hp:2x1", PARTS, 2, 4, "zb-h1")
-    planfile.save(made, tmp_path / "plan.json")
+    made = plan.parse_plan("hp:2x1", PARTS, 2, 4, "zb-h1")
+    plan.save_plan(made, tmp_path / "plan.json")
     assert parse(str(tmp_path / "plan.json"), 2) == made
     with pytest.raises(UsageError, match="cannot be written"):
-        planfile.save(made, tmp_path / "absent" / "plan.json")
+        plan.save_plan(made, tmp_path / "absent" / "plan.json")
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.data())

@@ -1,8 +1,7 @@
 import pytest
 
 from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import Action
-from hvdtrain.plan.cut import cut
+from hvdtrain.plan.cut import Action, cut
 from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.plan.program import Lane, Program, program
 

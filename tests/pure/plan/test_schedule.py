@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import Action, last_backward, peers, tag
-from hvdtrain.plan.cut import cut
+from hvdtrain.plan.cut import Action, cut, last_backward, peers, tag
 from hvdtrain.plan.plan import SCHEDULES, Plan
 from hvdtrain.plan.simulate import simulate, unit_costs
 from hvdtrain.plan.trace import draw

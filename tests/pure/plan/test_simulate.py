@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import Action
-from hvdtrain.plan.cut import cut
+from hvdtrain.plan.cut import Action, cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.simulate import (
     Costs,

@@ -7,8 +7,7 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import Action
-from hvdtrain.plan.cut import cut
+from hvdtrain.plan.cut import Action, cut
 from hvdtrain.plan.simulate import simulate, unit_costs
 from hvdtrain.plan.trace import Event, chrome_trace, draw, write_trace
 from tests.pure.parallel.plans import a_pipeline

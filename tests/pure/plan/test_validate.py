@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import Schedule, ScheduleError
-from hvdtrain.plan.cut import Cut, cut
+from hvdtrain.plan.cut import Cut, Schedule, ScheduleError, cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.validate import grid, validate
 from tests.pure.parallel.plans import Case, a_pipeline, a_plan, cases

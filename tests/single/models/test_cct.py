@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from hvdtrain import models
 from hvdtrain.errors import UsageError
-from hvdtrain.models import cct
+from hvdtrain.models import vit
 from hvdtrain.models.component import build_component, parameter_count
 
 
@@ -20,7 +20,7 @@ def test_sizes_are_those_of_the_paper(name: str, width: int, depth: int, hidden:
     mlp = 2 * width + 2 * width * hidden + hidden + width
     head = 2 * width + width + 1 + 10 * width + 10
     assert parameter_count(parts) == tokens + depth * (attention + mlp) + head
-    assert f"{parameter_count(parts):,}" in (cct.cct_2.__doc__ or "") + (cct.cct_6.__doc__ or "")
+    assert f"{parameter_count(parts):,}" in (vit.cct_2.__doc__ or "") + (vit.cct_6.__doc__ or "")
 
 
 @pytest.mark.parametrize(("size", "count"), [(32, 64), (31, 64), (8, 4), (4, 1)])

@@ -24,8 +24,7 @@ from hvdtrain.models.component import (
     parameter_count,
     tensor_shapes,
 )
-from hvdtrain.models.costs import component_costs
-from hvdtrain.models.shapes import Boundary, boundaries
+from hvdtrain.models.costs import Boundary, boundaries, component_costs
 
 ROOT = Path(__file__).parents[3]
 CNN = components("cnn", 10, 8)

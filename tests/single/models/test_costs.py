@@ -10,8 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hvdtrain.errors import UsageError
 from hvdtrain.models import components
 from hvdtrain.models.component import Component, build_component, parameter_count, tensor_shapes
-from hvdtrain.models.costs import ComponentCost, component_costs
-from hvdtrain.models.shapes import boundaries
+from hvdtrain.models.costs import ComponentCost, boundaries, component_costs
 from hvdtrain.plan.traffic import Gradient, Sizes
 
 

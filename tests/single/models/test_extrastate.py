@@ -16,7 +16,7 @@ from hvdtrain import TrainConfig, TrainResult, data, export, load, train
 from hvdtrain.backends.pytorch.state import check_savable
 from hvdtrain.checkpoint import store
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.models import extrastate
+from hvdtrain.models import weights
 from hvdtrain.parallel.stage import StageModel
 
 STATES = [
@@ -41,13 +41,13 @@ STATES = [
 
 @pytest.mark.parametrize("state", STATES, ids=str)
 def test_plain_data_and_tensors_come_back_as_they_were(state: Any) -> None:
-    again = extrastate.decoded("x", extrastate.encoded("x", state))
+    again = weights.decoded("x", weights.encoded("x", state))
     assert repr(again) == repr(state)
     assert type(again) is type(state)
 
 
 def test_numbers_that_are_not_finite_come_back() -> None:
-    one, other = extrastate.decoded("x", extrastate.encoded("x", [math.nan, -math.inf]))
+    one, other = weights.decoded("x", weights.encoded("x", [math.nan, -math.inf]))
     assert (math.isnan(one), other) == (True, -math.inf)
 
 
@@ -129,7 +129,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
 ) -> None:
     trained(packed, tmp_path / "run", 3)
     if forgets:  # the control
-        monkeypatch.setattr(extrastate, "load", lambda *_: None)
+        monkeypatch.setattr(weights, "load", lambda *_: None)
     again = trained(packed, tmp_path / "run", 6, resume=True)
     assert (again["weights_sha256"] == whole["weights_sha256"]) is not forgets
 
@@ -149,7 +149,7 @@ def test_a_trained_model_has_it_and_so_has_its_export(
     checkpoint, _, _ = store.load_newest(started.run / "checkpoints")
     assert checkpoint is not None
     extra = {name: torch.from_numpy(value) for name, value in checkpoint.extra.items()}
-    assert extrastate.decoded("model.4._extra_state", extra)["count"] == 7
+    assert weights.decoded("model.4._extra_state", extra)["count"] == 7
 
 
 def test_a_checkpoint_without_it_is_refused(
@@ -157,7 +157,7 @@ def test_a_checkpoint_without_it_is_refused(
 ) -> None:
     """Versions before this wrote such checkpoints."""
     with monkeypatch.context() as older:
-        older.setattr(extrastate, "saved", lambda *_: {})
+        older.setattr(weights, "saved", lambda *_: {})
         trained(packed, tmp_path / "run", 3)
     for use in (
         lambda: trained(packed, tmp_path / "run", 6, resume=True),
@@ -196,4 +196,4 @@ def test_a_state_that_could_not_be_restored_is_refused_before_training(
 def test_a_state_of_another_form_is_damaged(text: str) -> None:
     named = {"_extra_state": torch.tensor([*text.encode()], dtype=torch.uint8)}
     with pytest.raises(DataError, match="_extra_state in the checkpoint is damaged: "):
-        extrastate.load(Counting(), "", named)
+        weights.load(Counting(), "", named)

@@ -12,6 +12,7 @@ from torch.nn import functional
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import TargetForm
 from hvdtrain.errors import UsageError
+from hvdtrain.models.costs import Boundary
 from hvdtrain.models.losses import (
     BUILT_IN,
     Loss,
@@ -20,7 +21,6 @@ from hvdtrain.models.losses import (
     example_targets,
     loss_of,
 )
-from hvdtrain.models.shapes import Boundary
 from hvdtrain.options.sections import CROSS_ENTROPY, LOSSES
 
 VECTOR = TargetForm((5,), "float32", 5)

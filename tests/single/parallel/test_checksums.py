@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvdtrain.parallel.checksums import ROW, _bytes, digest, fingerprint
+from hvdtrain.sync.states import ROW, _bytes, digest, fingerprint
 
 KINDS = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128),

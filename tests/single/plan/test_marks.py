@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hvdtrain import device
-from hvdtrain.plan.marks import Act, Reduction, StepMarks, Wait
+from hvdtrain.plan.trace import Act, Reduction, StepMarks, Wait
 from tests.late import late_device
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from hvdtrain.checkpoint import store
-from hvdtrain.plan.planfile import refit
+from hvdtrain.plan.plan import refit
 from hvdtrain.training import restarts
 from tests.conftest import Program
 from tests.single.training.checkpoints import make, save
