@@ -36,7 +36,7 @@ from hvdtrain.host import counters
 from hvdtrain.host.launchers import ALGORITHMS, has_horovod
 from hvdtrain.host.process import wait_until
 from hvdtrain.launch import mpirun
-from hvdtrain.study.statistics import Estimate, markdown_table, number, ratio
+from hvdtrain.study.laws import Estimate, markdown_table, number, ratio
 
 PROVES = (
     "`benchmarks/collectives.py` measures each all-reduce; its counts, fits, crossovers "

@@ -16,8 +16,8 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.host import counters
-from hvdtrain.study import statistics
-from hvdtrain.study.statistics import Estimate
+from hvdtrain.study import laws
+from hvdtrain.study.laws import Estimate
 
 RECORD = "HVDTRAIN_BENCHMARK_RECORD"  # names a file that every comparison is added to
 WIDEST = 1.5  # high end of a ratio's interval over its low end; a wider one says too little
@@ -50,7 +50,7 @@ class Comparison:
         """Return how many times faster the first side is, or None if that is not known well."""
         ours, theirs = next(iter(self.values.values())), self.values[peer]
         pairs = zip(ours, theirs, strict=True)
-        estimate = statistics.median(
+        estimate = laws.median(
             [a / b if self.unit in RATES else b / a for a, b in pairs] if ours else [1.0]
         )
         if estimate.low is None or estimate.high is None or estimate.high > WIDEST * estimate.low:

@@ -20,8 +20,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.host.records import as_csv, read_mapping
 from hvdtrain.options.givenmodel import beside
 from hvdtrain.options.names import folded
+from hvdtrain.study.laws import difference, markdown_table, number
 from hvdtrain.study.runs import Arm, run_all
-from hvdtrain.study.statistics import difference, markdown_table, number
 
 WHOLE = "the recipe"
 # What each variant has in place of the recipe's values.

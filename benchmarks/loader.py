@@ -82,9 +82,9 @@ def _ours(
     samples: Any, options: argparse.Namespace, epoch: int, window: int | None = None
 ) -> Iterable[Any]:
     from hvdtrain.data import order
-    from hvdtrain.data.augment import crop_flip
+    from hvdtrain.data.images import crop_flip
     from hvdtrain.data.loader import Loader
-    from hvdtrain.data.shardfile import Batch
+    from hvdtrain.data.shards import Batch
 
     index = samples.index
     rows = order.epoch_order(

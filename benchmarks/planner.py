@@ -52,7 +52,7 @@ from hvdtrain.planner.measure import Subject
 from hvdtrain.planner.probe import message_to_self
 from hvdtrain.planner.profile import Profile, RankTimes
 from hvdtrain.planner.solve import solve
-from hvdtrain.study import planplots
+from hvdtrain.study import plots
 from hvdtrain.world import World
 
 PROVES = (
@@ -87,7 +87,7 @@ def main() -> None:
         errors += _print(model, result)
         pairs[model] = _medians(result["plans"])
     if options.picture:
-        planplots.draw_predictions(pairs, Path(options.picture))
+        plots.draw_predictions(pairs, Path(options.picture))
     print(f"all models: mean absolute error {statistics.mean(errors):.1%} of {len(errors)} plans")
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hvdtrain.training.console import Callback as Callback
     from hvdtrain.training.summary import TrainResult as TrainResult
     from hvdtrain.use.evaluate import evaluate as evaluate
+    from hvdtrain.use.evaluate import predict as predict
     from hvdtrain.use.export import export as export
-    from hvdtrain.use.predict import predict as predict
     from hvdtrain.use.trained import load_classifier as load
 
 __version__ = "0.3.0"
@@ -40,7 +40,7 @@ _PLACES = {
     "notebook_launch": "hvdtrain.notebook:notebook_launch",
     "pack": "hvdtrain.data:pack",
     "plan_check": "hvdtrain.api:plan_check",
-    "predict": "hvdtrain.use.predict:predict",
+    "predict": "hvdtrain.use.evaluate:predict",
     "report": "hvdtrain.study.report:write",
     "train": "hvdtrain.api:train",
 }

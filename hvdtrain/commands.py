@@ -122,7 +122,7 @@ def predict(
 ) -> int:
     """Print the classes of images, in their order, once all of them are read."""
     in_one_process("predict")
-    from hvdtrain.use import predict as predicting
+    from hvdtrain.use import evaluate as predicting
 
     predictions = predicting.predict(run, images, top, which, resize, trust=trust)
     sys.stdout.write(predicting.as_table(predictions, format))
@@ -225,7 +225,7 @@ def plan_show(arguments: Sequence[str], **values: Any) -> int:
     description = show.show(config)
     if config.picture is not None:
         assert description.plan is not None
-        from hvdtrain.study.planplots import draw_strategies
+        from hvdtrain.study.plots import draw_strategies
 
         draw_strategies(description.plan, Path(config.picture))
     print(as_json(description.content) if config.json else description.text)

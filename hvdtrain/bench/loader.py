@@ -13,8 +13,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import read_index
 from hvdtrain.data.loader import Loader
-from hvdtrain.data.shardfile import Batch
-from hvdtrain.data.shards import Samples, open_split
+from hvdtrain.data.shards import Batch, Samples, open_split
 from hvdtrain.engine.feed import Augmentation, augmentation
 
 WARM_UP = 3  # batches

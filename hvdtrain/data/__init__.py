@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdtrain.data.arrays import write as write
-    from hvdtrain.data.augment import crop_flip as crop_flip
-    from hvdtrain.data.cifar import fetch as fetch
+    from hvdtrain.data.images import crop_flip as crop_flip
     from hvdtrain.data.images import decode as decode
     from hvdtrain.data.images import resize as resize
     from hvdtrain.data.index import Index as Index
     from hvdtrain.data.index import read_index as read_index
     from hvdtrain.data.loader import Loader as Loader
     from hvdtrain.data.packing import pack as pack
-    from hvdtrain.data.shardfile import Batch as Batch
+    from hvdtrain.data.shards import Batch as Batch
     from hvdtrain.data.shards import Samples as Samples
     from hvdtrain.data.shards import info as info
     from hvdtrain.data.shards import open_split as open_split
     from hvdtrain.data.shards import verify as verify
-    from hvdtrain.data.synthetic import synth as synth
+    from hvdtrain.data.sources import fetch as fetch
+    from hvdtrain.data.sources import synth as synth
 
 _HOMES = {
     "Batch": "shardfile",

@@ -25,7 +25,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data import cifar
+from hvdtrain.data import sources
 from hvdtrain.data.arrays import chosen_rows, read_arrays
 from hvdtrain.data.images import check_size, decode, open_image, resized, shown
 from hvdtrain.data.index import Encoding, Index, Resize
@@ -136,10 +136,10 @@ def pack(
             f"{shown(source)}: no such file or folder; get CIFAR with `hvdtrain data fetch`, or "
             "give a folder with one folder of images per class"
         )
-    if cifar.is_official(source):
+    if sources.is_official(source):
         if options != PackOptions(seed=seed):
             raise UsageError("an official CIFAR archive takes no other option than --shard-mb")
-        return cifar.pack(source, destination, shard_mb)
+        return sources.pack(source, destination, shard_mb)
     if source.suffix.lower() in (".npz", ".npy") or any(source.glob("*.npy")):
         return _pack_arrays(source, Path(destination), options, shard_mb)
     if source.is_file() and source.suffix.lower() != ".csv":

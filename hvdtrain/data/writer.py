@@ -31,7 +31,7 @@ from hvdtrain.data.index import (
     Split,
     TargetForm,
 )
-from hvdtrain.data.shardfile import Batch, chunk_rows, encode_shard
+from hvdtrain.data.shards import Batch, chunk_rows, encode_shard
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
 

@@ -15,9 +15,9 @@ from hvdtrain.jobs import record
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.options.sections import AUTO_PRECISION
 from hvdtrain.study import results
+from hvdtrain.study.laws import Estimate, spread
 from hvdtrain.study.results import Result, find
 from hvdtrain.study.series import Size, arrange
-from hvdtrain.study.statistics import Estimate, spread
 
 LEAST = 3  # repeats: fewer show too little of the noise
 MOST_MORE = 4  # repeats of a size in a round: the noise is not known well before

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from hvdtrain.data.augment import PADDING, Places
+from hvdtrain.data.images import PADDING, Places
 from hvdtrain.device import Mark
 from hvdtrain.models import weights
 from hvdtrain.options.sections import is_exempt

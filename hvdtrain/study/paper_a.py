@@ -13,10 +13,7 @@ from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
 from hvdtrain.study import plots
-from hvdtrain.study.report import origin
-from hvdtrain.study.results import Result, read
-from hvdtrain.study.runs import Arm, run_all
-from hvdtrain.study.statistics import (
+from hvdtrain.study.laws import (
     Estimate,
     difference,
     equivalence,
@@ -26,6 +23,9 @@ from hvdtrain.study.statistics import (
     number,
     ratio,
 )
+from hvdtrain.study.report import origin
+from hvdtrain.study.results import Result, read
+from hvdtrain.study.runs import Arm, run_all
 
 SINGLE, MIRRORED, KERAS = "single", "mirrored", "horovod-tensorflow"
 SINGLE_TORCH, TORCH = "single-torch", "horovod-torch"

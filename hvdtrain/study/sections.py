@@ -9,18 +9,22 @@ from typing import Any
 from hvdtrain import __version__
 from hvdtrain.errors import UsageError
 from hvdtrain.host.records import as_csv
-from hvdtrain.study.laws import BEYOND, Fit, cautions, next_run, usl_peak
-from hvdtrain.study.results import EXACT, Result, machines
-from hvdtrain.study.series import Series, Size
-from hvdtrain.study.statistics import (
+from hvdtrain.study.laws import (
+    BEYOND,
     Estimate,
+    Fit,
+    cautions,
     literal,
     markdown_table,
     median,
+    next_run,
     number,
     rate,
     ratio,
+    usl_peak,
 )
+from hvdtrain.study.results import EXACT, Result, machines
+from hvdtrain.study.series import Series, Size
 
 # What ranks count, by its key in summary.json: its head in a table, and its format.
 COUNTS: Mapping[str, tuple[str, str]] = {

@@ -12,9 +12,8 @@ from scipy import stats
 
 from hvdtrain.options.requests import Pipeline, parse_plan_request
 from hvdtrain.options.sections import SyncOptions
-from hvdtrain.study.laws import Laws, Scaling, compare, serial_fraction
+from hvdtrain.study.laws import Estimate, Laws, Scaling, compare, median, ratio, serial_fraction
 from hvdtrain.study.results import EXACT, Result
-from hvdtrain.study.statistics import Estimate, median, ratio
 
 SYNC_OPTIONS = frozenset(item.name for item in fields(SyncOptions))
 SCALINGS: tuple[Scaling, ...] = ("strong", "weak")

@@ -10,11 +10,11 @@ import numpy as np
 from torch import Tensor, from_numpy
 
 from hvdtrain.data import order
-from hvdtrain.data.augment import crop_flip
+from hvdtrain.data.images import crop_flip
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.loader import Loader
 from hvdtrain.data.order import Range, Rows
-from hvdtrain.data.shardfile import Batch as Stored
+from hvdtrain.data.shards import Batch as Stored
 from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.engine.feed import cache_bytes, normalisation
 from hvdtrain.errors import UsageError

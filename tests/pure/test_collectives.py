@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from hvdtrain.study.statistics import Estimate
+from hvdtrain.study.laws import Estimate
 from tests.conftest import ROOT
 
 SPEC = importlib.util.spec_from_file_location(

@@ -9,32 +9,31 @@ from typing import Any
 from matplotlib import pyplot
 
 from hvdtrain.data.index import INDEX_FILE, read_index
-from hvdtrain.data.synthetic import synth
+from hvdtrain.data.sources import synth
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
 from hvdtrain.planner.strategies import EPOCHS, IMAGES
+from hvdtrain.study.laws import difference, markdown_table, median, number
 from hvdtrain.study.options import MOST_OF_TIMED, PaperBOptions
-from hvdtrain.study.paper_b.claims import (
+from hvdtrain.study.paper_b.plans import (
+    ADAPTIVE,
     COMMUNICATION,
     CONTRADICTIONS,
+    DIVIDED,
     GPUS,
     HOURS,
     MEMORY,
     POINTS,
     PUBLISHED,
-    SPEEDUP,
-    UNSTATED,
-    Measured,
-    verdicts,
-)
-from hvdtrain.study.paper_b.plans import (
-    ADAPTIVE,
-    DIVIDED,
     SINGLE,
+    SPEEDUP,
     STRATEGIES,
     SYNTHETIC,
     TABLE_I,
+    UNSTATED,
     Case,
+    Measured,
+    verdicts,
 )
 from hvdtrain.study.paper_b.v100 import (
     Emulations,
@@ -44,12 +43,18 @@ from hvdtrain.study.paper_b.v100 import (
     predict,
     predicted_section,
 )
-from hvdtrain.study.planplots import draw_strategies
-from hvdtrain.study.plots import COLOURS, HEIGHT, STYLE, WIDTH, draw_by_epoch, save
+from hvdtrain.study.plots import (
+    COLOURS,
+    HEIGHT,
+    STYLE,
+    WIDTH,
+    draw_by_epoch,
+    draw_strategies,
+    save,
+)
 from hvdtrain.study.report import origin
 from hvdtrain.study.results import Result, read
 from hvdtrain.study.runs import Arm, make_folder, run_all
-from hvdtrain.study.statistics import difference, markdown_table, median, number
 
 TITLE = (
     'Baligodugula and Amsaad, "Optimizing Distributed Training Approaches for Scaling Neural '

@@ -15,7 +15,7 @@ import yaml
 from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import INDEX_FILE
-from hvdtrain.data.synthetic import synth
+from hvdtrain.data.sources import synth
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
 from hvdtrain.models.costs import ComponentCost, component_costs
@@ -25,20 +25,23 @@ from hvdtrain.planner.clusters import DEVICES, LINKS, Cluster, Event, load, ques
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.planner.strategies import EPOCHS, IMAGES, PREDICTED, five_columns, pipelines, shape
+from hvdtrain.study.laws import markdown_table
 from hvdtrain.study.options import PaperBOptions
 from hvdtrain.study.paper_b import plans
-from hvdtrain.study.paper_b.claims import (
+from hvdtrain.study.paper_b.plans import (
+    ADAPTIVE,
     COMMUNICATION,
+    DP,
     EXPLANATIONS,
     HOURS,
+    HYBRID,
     MEMORY,
+    MP,
     PUBLISHED,
     SPEEDUP,
     Values,
 )
-from hvdtrain.study.paper_b.plans import ADAPTIVE, DP, HYBRID, MP
 from hvdtrain.study.runs import Arm, make_folder, run_all
-from hvdtrain.study.statistics import markdown_table
 from hvdtrain.training import metrics
 
 CLUSTER = "8-v100"

@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.study.laws import Fit, cautions, compare, next_run, serial_fraction, usl_peak
+from hvdtrain.study.laws import (
+    Estimate,
+    Fit,
+    cautions,
+    compare,
+    next_run,
+    ratio,
+    serial_fraction,
+    usl_peak,
+)
 from hvdtrain.study.sections import laws_text
 from hvdtrain.study.series import arrange
-from hvdtrain.study.statistics import Estimate, ratio
 from tests.pure.study.test_series import a_run
 from tests.pure.study.test_statistics import COVERAGE, STUDIES, holds
 

@@ -13,8 +13,7 @@ from hvdtrain.models.costs import ComponentCost
 from hvdtrain.plan.plan import labels
 from hvdtrain.study.options import ModelAtSize, PaperBOptions, devices
 from hvdtrain.study.paper_b import plans
-from hvdtrain.study.paper_b.claims import Measured, verdicts
-from hvdtrain.study.paper_b.plans import Case, Optimum
+from hvdtrain.study.paper_b.plans import Case, Measured, Optimum, verdicts
 from hvdtrain.study.paper_b.report import accuracy_table, objective_lines, time_table
 from hvdtrain.study.results import Result
 from tests.pure.planner.test_clusters import costs_of

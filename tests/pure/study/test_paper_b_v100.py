@@ -13,7 +13,7 @@ from hvdtrain.planner.candidate import play
 from hvdtrain.planner.clusters import load, question_of
 from hvdtrain.planner.strategies import communication
 from hvdtrain.study.options import PaperBOptions
-from hvdtrain.study.paper_b.claims import (
+from hvdtrain.study.paper_b.plans import (
     ACCURACY,
     COMMUNICATION,
     CONTRADICTIONS,
@@ -23,8 +23,8 @@ from hvdtrain.study.paper_b.claims import (
     POINTS,
     PUBLISHED,
     SPEEDUP,
+    TABLE_I,
 )
-from hvdtrain.study.paper_b.plans import TABLE_I
 from hvdtrain.study.paper_b.v100 import (
     CHANGES,
     Change,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from markdown import markdown
 
-from hvdtrain.study import forms, report, sections, statistics
+from hvdtrain.study import laws, report, sections
 from hvdtrain.study.results import Epoch
 from hvdtrain.study.series import Series, arrange
 from tests.pure.study.test_results import write_run
@@ -102,12 +102,12 @@ def test_a_report_holds_the_comparison(tmp_path: Path) -> None:
 
 
 def test_tables_for_latex_are_whole_and_literal() -> None:
-    text = forms.latex_tables(all_series(model="a_b%c"))
+    text = report.latex_tables(all_series(model="a_b%c"))
     assert text.count(r"\\") == 1 + 3, "a head and three sizes"
     assert r"a\_b\%c" in text
     for row in text.splitlines():
         if row.endswith(r"\\"):
-            assert row.count("&") == len(forms.HEADS) - 1
+            assert row.count("&") == len(report.HEADS) - 1
 
 
 def test_the_time_to_an_accuracy_is_that_of_the_first_epoch_that_reached_it() -> None:
@@ -222,15 +222,15 @@ def test_names_are_text_in_each_file_of_a_report(tmp_path: Path) -> None:
     pictures = {path.name for path in to.glob("*.png")}
     text = (to / "report.md").read_text()
     # Any program that shows Markdown, the page, and the page of text that is not escaped.
-    pages = [markdown(text, extensions=["tables", "fenced_code"]), forms.page(text, to)]
-    bare = forms.page("- ".join(f"{statistics.shown(name)}\n\n" for name in ("# T", *NAMES)), to)
+    pages = [markdown(text, extensions=["tables", "fenced_code"]), report.page(text, to)]
+    bare = report.page("- ".join(f"{laws.shown(name)}\n\n" for name in ("# T", *NAMES)), to)
     for page in map(Text, (*pages, bare)):
         assert not page.tags & {"script", "a", "b"}
         assert {link for link in page.links if not link.startswith("data:")} <= pictures
     assert [page.count("<h1") for page in pages] == [1, 1]
     for page in map(Text, pages):
-        assert all(statistics.shown(name) in page.words for name in NAMES)
-    assert statistics.markdown_table([{"a": "x|y"}]).splitlines()[-1] == "| x&#124;y |"
+        assert all(laws.shown(name) in page.words for name in NAMES)
+    assert laws.markdown_table([{"a": "x|y"}]).splitlines()[-1] == "| x&#124;y |"
     with (tmp_path / "report" / "runs.csv").open() as file:
         cells = [cell for row in csv.reader(file) for cell in row]
     assert "'=0=2+3" in cells

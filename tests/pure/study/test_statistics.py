@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hvdtrain.study.statistics import (
+from hvdtrain.study.laws import (
     MEDIAN_VARIANCE,
     Estimate,
     _median_variance,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.data.synthetic import synth
+from hvdtrain.data.sources import synth
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hvdtrain.data.cifar import CIFAR10, CIFAR100, EDITIONS, Edition, fetch, pack
 from hvdtrain.data.index import read_index
 from hvdtrain.data.shards import open_split, verify
+from hvdtrain.data.sources import CIFAR10, CIFAR100, EDITIONS, Edition, fetch, pack
 from hvdtrain.errors import DataError, UsageError
 
 Contents = dict[str, bytes]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdtrain.data.cifar import CIFAR10, download, fetch
+from hvdtrain.data.sources import CIFAR10, download, fetch
 from hvdtrain.errors import DataError
 
 CONTENT = np.random.default_rng(0).bytes(1_000_000)

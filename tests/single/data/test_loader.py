@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hvdtrain.data.augment import crop_flip
+from hvdtrain.data.images import crop_flip
 from hvdtrain.data.index import read_index
 from hvdtrain.data.loader import Loader
-from hvdtrain.data.shardfile import Batch
-from hvdtrain.data.shards import Samples, open_split
+from hvdtrain.data.shards import Batch, Samples, open_split
 from hvdtrain.errors import DataError, UsageError
 
 Rows = NDArray[np.int64]

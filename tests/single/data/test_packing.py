@@ -22,9 +22,9 @@ from PIL import Image
 from hvdtrain import cli, data
 from hvdtrain.data import packing
 from hvdtrain.data.arrays import read_arrays
-from hvdtrain.data.cifar import CIFAR10
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.shards import open_split
+from hvdtrain.data.sources import CIFAR10
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from tests.conftest import ROOT, Program
 from tests.pure.data.test_images import a_bomb

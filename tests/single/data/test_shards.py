@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from hvdtrain.data import shards
 from hvdtrain.data.index import Index, Shard, read_index
-from hvdtrain.data.shardfile import Batch
-from hvdtrain.data.shards import Samples, open_split
-from hvdtrain.data.synthetic import synth
+from hvdtrain.data.shards import Batch, Samples, open_split
+from hvdtrain.data.sources import synth
 from hvdtrain.errors import DataError, UsageError
 
 LITTLE = 3 * 64 * (64 * 64 * 3 + 16)  # bytes of three chunks

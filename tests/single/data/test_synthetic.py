@@ -10,7 +10,7 @@ from torch import nn
 
 from hvdtrain.data.index import Index
 from hvdtrain.data.shards import open_split
-from hvdtrain.data.synthetic import class_patterns, synth
+from hvdtrain.data.sources import class_patterns, synth
 from hvdtrain.errors import UsageError
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.shards import open_split
-from hvdtrain.data.synthetic import synth
+from hvdtrain.data.sources import synth
 from hvdtrain.data.writer import Block, Layout, Source, in_order, write_sources
 from hvdtrain.errors import DataError, UsageError
 

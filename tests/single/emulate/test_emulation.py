@@ -9,8 +9,7 @@ import torch
 from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.emulate import emulation as emulations
-from hvdtrain.emulate.device import Clock, Hardware
-from hvdtrain.emulate.emulation import Emulation
+from hvdtrain.emulate.emulation import Clock, Emulation, Hardware
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import build_component
 from hvdtrain.models.costs import component_costs

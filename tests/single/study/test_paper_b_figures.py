@@ -6,7 +6,7 @@ import pytest
 from matplotlib import image
 
 from hvdtrain.errors import DataError
-from hvdtrain.study.paper_b.claims import Measured
+from hvdtrain.study.paper_b.plans import Measured
 from hvdtrain.study.paper_b.report import draw_figures
 from hvdtrain.study.paper_b.v100 import predict
 from hvdtrain.study.plots import COLOURS

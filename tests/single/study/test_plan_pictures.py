@@ -7,8 +7,7 @@ from matplotlib import image
 
 from hvdtrain.errors import DataError
 from hvdtrain.plan.plan import Plan, Stage
-from hvdtrain.study.planplots import draw_predictions, draw_strategies
-from hvdtrain.study.plots import COLOURS
+from hvdtrain.study.plots import COLOURS, draw_predictions, draw_strategies
 from tests.conftest import Program
 
 PLAN = Plan(

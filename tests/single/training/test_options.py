@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from hvdtrain.backends.pytorch.parts import build_model, check_compiler
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
-from hvdtrain.data.shardfile import Batch
+from hvdtrain.data.shards import Batch
 from hvdtrain.engine.feed import Augmentation, augmentation
 from hvdtrain.errors import UsageError
 from hvdtrain.models import components

@@ -12,7 +12,7 @@ from torch import nn
 
 from hvdtrain.backends.pytorch.parts import make_optimizer, set_learning_rate
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.shardfile import Batch
+from hvdtrain.data.shards import Batch
 from hvdtrain.engine.feed import augmentation
 from hvdtrain.errors import UsageError
 from tests.conftest import Program
