@@ -51,7 +51,7 @@ endif
 done := $(VENV)/.setup-done
 pip := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(bin)/python -m pip
 install := $(pip) install -qq --constraint constraints.txt
-horovod_tool := $(addprefix hvdtrain/setup/,build.py mpi.py source.py toolchain.py)
+horovod_tool := $(addprefix hvdtrain/setup/,build.py source.py toolchain.py)
 
 # The stamp holds the MPI and CPU that Horovod was built for; another MPI= or CPU= makes it stale.
 ifneq ($(strip $(shell cat $(done) 2>/dev/null)),$(strip $(MPI) $(CPU)))

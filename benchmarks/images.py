@@ -172,7 +172,7 @@ def _augmented(image: Image.Image) -> Any:
     """Return a random part of a picture, by the same steps as hvdtrain's augmentation."""
     import torch
 
-    from hvdtrain.data.images import crop_box
+    from hvdtrain.data.augment import crop_box
 
     bits = torch.randint(0, 2**62, (1,)).numpy().astype(np.uint64)
     box = crop_box(image.height, image.width, bits)

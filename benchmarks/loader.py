@@ -82,7 +82,7 @@ def _ours(
     samples: Any, options: argparse.Namespace, epoch: int, window: int | None = None
 ) -> Iterable[Any]:
     from hvdtrain.data import order
-    from hvdtrain.data.images import crop_flip
+    from hvdtrain.data.augment import crop_flip
     from hvdtrain.data.loader import Loader
     from hvdtrain.data.shards import Batch
 

@@ -17,8 +17,8 @@ from hvdtrain.host.process import STOP_SIGNALS
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.options.parser import SHELLS, Parser, PrintCompletion, add_config, add_dataclass
 from hvdtrain.planner.options import PlanConfig
-from hvdtrain.setup.options import ABOUT as SETUP
-from hvdtrain.setup.options import SetupOptions
+from hvdtrain.setup.run import ABOUT as SETUP
+from hvdtrain.setup.run import SetupOptions
 from hvdtrain.study.options import PaperBOptions, ReportOptions
 
 # In the order of the help; the function of each in `commands` has its name.

@@ -22,7 +22,7 @@ from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.launch import RanksStop
 from hvdtrain.options.parser import select_fields
 from hvdtrain.planner.options import PlanConfig
-from hvdtrain.setup.options import SetupOptions
+from hvdtrain.setup.run import SetupOptions
 from hvdtrain.study.options import PaperBOptions
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def doctor(arguments: Sequence[str], json: bool, job: bool) -> int:
     """Check this machine, or this job."""
     if job:
         started_ranks()
-        from hvdtrain.doctor.preflight import preflight
+        from hvdtrain.doctor.probe import preflight
 
         return preflight(json)
     from hvdtrain.doctor import doctor as examine
@@ -395,9 +395,9 @@ def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool, **v
 
 def jobs_status(arguments: Sequence[str], runs: list[str], json: bool) -> int:
     """Print the state of the jobs of runs as a table."""
-    from hvdtrain.jobs import record, watch
+    from hvdtrain.jobs import watch
 
-    rows = watch.rows(*record.runs_of(runs or ["runs"]))
+    rows = watch.rows(*watch.runs_of(runs or ["runs"]))
     print(as_json([asdict(row) for row in rows]) if json else watch.as_text(rows))
     return 0
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvdtrain import Component
-from hvdtrain.data.images import splitmix64
+from hvdtrain.data.augment import splitmix64
 
 CHANNELS = 64, 256, 256
 KERNEL = 2

@@ -9,7 +9,7 @@ from cifar10_94 import LookAhead, Moves
 from numpy.typing import NDArray
 from torch import nn
 
-from hvdtrain.data.images import splitmix64
+from hvdtrain.data.augment import splitmix64
 
 moves = Moves(4)
 MEAN = np.array([125, 123, 114], np.uint8)  # of CIFAR's pixels

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdtrain.data.arrays import write as write
-    from hvdtrain.data.images import crop_flip as crop_flip
+    from hvdtrain.data.augment import crop_flip as crop_flip
     from hvdtrain.data.images import decode as decode
     from hvdtrain.data.images import resize as resize
     from hvdtrain.data.index import Index as Index
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from hvdtrain.data.sources import synth as synth
 
 _HOMES = {
-    "Batch": "shardfile",
+    "Batch": "shards",
     "Index": "index",
     "Loader": "loader",
     "Samples": "shards",
     "crop_flip": "augment",
     "decode": "images",
-    "fetch": "cifar",
+    "fetch": "sources",
     "info": "shards",
     "open_split": "shards",
     "pack": "packing",
     "read_index": "index",
     "resize": "images",
-    "synth": "synthetic",
+    "synth": "sources",
     "verify": "shards",
     "write": "arrays",
 }

@@ -30,7 +30,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.images import sample_hash, splitmix64
+from hvdtrain.data.augment import sample_hash, splitmix64
 from hvdtrain.data.index import Index
 from hvdtrain.data.writer import Layout, in_order, write_sources
 from hvdtrain.errors import DataError, UsageError

@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import launch
-from hvdtrain.doctor import launchers, libraries, machine, reduction
-from hvdtrain.doctor.check import Check, is_fit, report_as_json, show
-from hvdtrain.doctor.process import probe
+from hvdtrain.doctor import libraries, machine
+from hvdtrain.doctor.check import Check, is_fit, probe, report_as_json, show
 from hvdtrain.host import output
 
 # Launch lines and probes that do not measure time run in parallel.
@@ -62,7 +61,7 @@ def examine() -> Examination:
         settings = QUIET | machine.PRECISION_ENVIRONMENT
         names = ("torch", "tensorflow", "mpi")
         jobs = [pool.submit(probe, name, extra=settings) for name in names]
-        slurm = launchers.find_slurm()
+        slurm = libraries.find_slurm()
         launcher = libraries.find_launcher()
         examination.checks += [libraries.python_check(), *libraries.build_tool_checks()]
         torch, tensorflow, mpi = (job.result() for job in jobs)
@@ -83,7 +82,7 @@ def examine() -> Examination:
         library, _ = libraries.identity(mpi.facts["library"])
         numbers = _start_ranks(examination, library, horovod)
         if numbers:
-            _try_launchers(examination, launchers.inspect_site(launcher), numbers)
+            _try_launchers(examination, libraries.inspect_site(launcher), numbers)
     else:
         examination.checks.append(
             Check("all-reduce", "note", "not tried: several ranks cannot start")
@@ -108,31 +107,31 @@ def _start_ranks(examination: Examination, library: str, horovod: Mapping[str, A
         start = partial(probe, "reductions", launcher=launch.mpirun(4), extra=LOG_COMPONENTS)
         automatic, ring = pool.map(start, ("auto", "ring"))
     tuned = [name for name in os.environ if name.startswith(("OMPI_MCA_coll_", "MPIR_CVAR_ALLR"))]
-    examination.checks += reduction.allreduce_checks(pair, "error" not in horovod)
-    examination.checks.append(reduction.algorithm_check(pair, automatic, ring, library, tuned))
+    examination.checks += machine.allreduce_checks(pair, "error" not in horovod)
+    examination.checks.append(machine.algorithm_check(pair, automatic, ring, library, tuned))
     needed = "mpi_right" if libraries.is_missing(horovod) else "horovod_right"
     if not pair.facts.get(needed):
         return set()
     return {2, 4} if automatic.facts.get("size") == 4 else {2}
 
 
-def _try_launchers(examination: Examination, site: launchers.Site, numbers: set[int]) -> None:
+def _try_launchers(examination: Examination, site: libraries.Site, numbers: set[int]) -> None:
     """Try every launch line for these numbers of ranks, and keep those that work."""
     lines = [
         line
-        for line in launchers.launch_lines(site)
+        for line in libraries.launch_lines(site)
         if line.ranks in numbers or line.launcher == "srun"
     ]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        outcomes = list(pool.map(launchers.try_line, lines))
+        outcomes = list(pool.map(libraries.try_line, lines))
     for line, outcome in zip(lines, outcomes, strict=True):
-        check = launchers.line_check(line, outcome, site)
+        check = libraries.line_check(line, outcome, site)
         examination.checks.append(check)
         if check.state == "ok":
             by_ranks = examination.lines.setdefault(line.launcher, {})
             by_ranks[line.ranks] = line.command(site.program)
     # hvdtrain's launcher uses the same mpirun as the all-reduces above.
-    tried_numbers = sorted(numbers & set(launchers.numbers_of_ranks(site.cores)))
+    tried_numbers = sorted(numbers & set(libraries.numbers_of_ranks(site.cores)))
     examination.lines["hvdtrain"] = {
-        ranks: launchers.own_line(site, ranks) for ranks in tried_numbers
+        ranks: libraries.own_line(site, ranks) for ranks in tried_numbers
     }

@@ -12,7 +12,7 @@ import numpy as np
 from PIL.Image import Image
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.images import Places, crop_flip, moves, resized_crop_flip, sample_hash
+from hvdtrain.data.augment import Places, crop_flip, moves, resized_crop_flip, sample_hash
 from hvdtrain.data.index import Index, parse_index
 from hvdtrain.data.order import Range, Rows, split
 from hvdtrain.data.shards import (

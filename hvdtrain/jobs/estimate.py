@@ -11,7 +11,7 @@ from statistics import mean
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.jobs import record
+from hvdtrain.jobs import watch
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.options.sections import AUTO_PRECISION
 from hvdtrain.study import results
@@ -105,7 +105,7 @@ def need(folder: Path, interval: float, most_core_hours: float | None) -> Need:
     """
     runs = sorted(folder.glob("*-seed=*")) if folder.is_dir() else []
     counts = {name: max(count, LEAST) for name, count in Counter(map(size_name, runs)).items()}
-    active = sum(bool(jobs) for jobs in record.active(runs).values())
+    active = sum(bool(jobs) for jobs in watch.active(runs).values())
     if active:
         waiting = f"{active} run(s) of {folder} are waiting or running: no repeats are added yet"
         return Need(counts, [waiting])

@@ -17,8 +17,7 @@ from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs.options import JobOptions
-from hvdtrain.jobs.site import BLOCKED, Site, parameters
+from hvdtrain.jobs.options import BLOCKED, JobOptions, Site, sbatch_parameters
 from hvdtrain.options import requests
 from hvdtrain.training.restarts import SUBMISSION
 
@@ -355,7 +354,7 @@ def _executor(request: Request) -> Any:
     ranks = job.ranks_per_node(request.runs[0])
     slurm_executor = submitit.SlurmExecutor(folder=request.logs)
     slurm_executor.update_parameters(
-        **parameters(job, site, ranks, request.name), array_parallelism=request.parallel
+        **sbatch_parameters(job, site, ranks, request.name), array_parallelism=request.parallel
     )
     slurm_executor.parameters["setup"].append(f"export {SUBMISSION}={request.submission}")
     slurm_executor.parameters["wckey"] = None  # some sites refuse submitit's default

@@ -21,10 +21,9 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import BY_CODE, CheckFailed, DataError, Interrupted, UsageError
 from hvdtrain.host import files
 from hvdtrain.host.ownership import alone
-from hvdtrain.jobs import record, site, slurm
+from hvdtrain.jobs import slurm, watch
 from hvdtrain.jobs.estimate import estimate
-from hvdtrain.jobs.options import JobOptions
-from hvdtrain.jobs.record import LOGS, Record
+from hvdtrain.jobs.options import JobOptions, load_site
 from hvdtrain.jobs.slurm import (
     ENDING_SIGNALS,
     NotKnown,
@@ -33,6 +32,7 @@ from hvdtrain.jobs.slurm import (
     submit_request,
     task_command,
 )
+from hvdtrain.jobs.watch import LOGS, Record
 from hvdtrain.training.metrics import holds_run
 
 SUMMARY_BEFORE = "summary-before.json"
@@ -57,7 +57,7 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
         threads=training.threads or job.cpus_per_rank,
     )
     request = Request(
-        runs=(settled,), job=job, site=site.load(job.site), logs=run / LOGS, name=run.name
+        runs=(settled,), job=job, site=load_site(job.site), logs=run / LOGS, name=run.name
     )
     check([request])
     check_runs([settled])
@@ -69,7 +69,7 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
         (reason,) = reasons_to_skip([settled])
         if reason:
             return [reason]
-        is_known = record.read(run) is not None
+        is_known = watch.read(run) is not None
         jobs = submit_and_record(request, chain=job.chain)
     outcome = f"{run} {'resumes as' if is_known else 'is'} job {', '.join(jobs)}"
     return [f"time: {time_needed}", outcome]
@@ -197,7 +197,7 @@ def reasons_to_skip(
     Raises:
         UsageError: if a folder holds a run of another configuration.
     """
-    active, reasons = record.active(run_folder(run) for run in runs), []
+    active, reasons = watch.active(run_folder(run) for run in runs), []
     for training in runs:
         run, reason = run_folder(training), ""
         if holds_run(run):
@@ -231,7 +231,7 @@ def submit_and_record(
         DataError: if a run folder cannot be written.
         Interrupted: on a signal to stop; jobs that were submitted by then are recorded.
     """
-    version, patch = record.code_version()
+    version, patch = watch.code_version()
     links: list[list[str]] = []  # of the chain: the job number of each run
     with files.only_owner_may_write(), _defer_signals() as received:
         try:
@@ -269,8 +269,8 @@ def _write_record(
     request: Request, training: TrainConfig, jobs: Sequence[str], version: str
 ) -> None:
     run = run_folder(training)
-    earlier = record.read(run)
-    record.write(
+    earlier = watch.read(run)
+    watch.write(
         run,
         Record(
             cluster=request.job.cluster,
@@ -307,7 +307,7 @@ def _write_configuration(training: TrainConfig, patch: str, undo: ExitStack) -> 
         raise DataError(f"{run} cannot be created or changed: {error.strerror}") from None
     configfile.save(training, saved)
     if patch:
-        files.write_text(run / record.PATCH, patch, "the patch", DataError, files.PRIVATE)
+        files.write_text(run / watch.PATCH, patch, "the patch", DataError, files.PRIVATE)
 
 
 def joined_numbers(jobs: Sequence[str]) -> str:

@@ -15,9 +15,9 @@ from hvdtrain.configfile import NOT_IN_RESULT
 from hvdtrain.errors import UsageError
 from hvdtrain.host import records
 from hvdtrain.host.files import plain_name
-from hvdtrain.jobs import record, site
+from hvdtrain.jobs import watch
 from hvdtrain.jobs.estimate import LEAST, Need, need, replacing
-from hvdtrain.jobs.options import JobOptions, SlurmOptions
+from hvdtrain.jobs.options import JobOptions, SlurmOptions, load_site
 from hvdtrain.jobs.slurm import Request, dry_run
 from hvdtrain.jobs.submit import (
     check,
@@ -253,8 +253,8 @@ def _cell(
     return Request(
         runs=tuple(runs),
         job=job,
-        site=site.load(job.site),
-        logs=folder / record.LOGS,
+        site=load_site(job.site),
+        logs=folder / watch.LOGS,
         name=name,
         parallel=min(options.in_flight or len(runs), len(runs)),
     )
@@ -296,7 +296,7 @@ def _submit(study: Study, folder: Path, is_dry: bool) -> Iterator[str]:
         runs = tuple(run for cell in pending for run in cell.runs)
         pending = [replace(pending[0], runs=runs, job=job, name=folder.name)]
     limit, submitted = study.options.in_flight, list[list[str]]()
-    others = record.active(folders) if limit is not None else {}
+    others = watch.active(folders) if limit is not None else {}
     earlier = [number for numbers in others.values() for number in numbers]
     for request in pending:
         dependency = None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain import device as devices
-from hvdtrain.data.images import Places
+from hvdtrain.data.augment import Places
 from hvdtrain.errors import UsageError
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.losses import Loss, cross_entropy

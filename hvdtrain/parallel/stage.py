@@ -3,7 +3,7 @@
 A component runs as it is, compiled, or recomputed, with or without a clock.
 
 Images may be in the memory of the device. A batch then is a few numbers per image: where its
-pixels come from, as `data.images` draws them, so that the images are the same to the bit as when
+pixels come from, as `data.augment` draws them, so that the images are the same to the bit as when
 the host makes them.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from hvdtrain.data.images import PADDING, Places
+from hvdtrain.data.augment import PADDING, Places
 from hvdtrain.device import Mark
 from hvdtrain.models import weights
 from hvdtrain.options.sections import is_exempt

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.options.fields import flag
 from hvdtrain.setup import run
-from hvdtrain.setup.options import ABOUT, SetupOptions
+from hvdtrain.setup.run import ABOUT, SetupOptions
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, from_numpy
 
 from hvdtrain.data import order
-from hvdtrain.data.images import crop_flip
+from hvdtrain.data.augment import crop_flip
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.loader import Loader
 from hvdtrain.data.order import Range, Rows

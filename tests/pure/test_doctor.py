@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.doctor import launchers, libraries, machine
-from hvdtrain.doctor.check import Check, is_fit, report_as_json, report_as_text, verdict
-from hvdtrain.doctor.process import Answer, Outcome, failure, read_facts, run
+from hvdtrain.doctor import libraries, machine
+from hvdtrain.doctor.check import (
+    Answer,
+    Check,
+    Outcome,
+    failure,
+    is_fit,
+    read_facts,
+    report_as_json,
+    report_as_text,
+    run,
+    verdict,
+)
 
 LIBRARY = "/env/lib/libmpi.so.40"
 MPI = {"library": "Open MPI v5.0.11, package: x", "libraries": [LIBRARY], "thread_multiple": True}
@@ -17,7 +27,7 @@ PLUGIN = {"version": "0.28.1", "path": "/h", "libraries": [LIBRARY], "mpi": True
 OWN = libraries.Launcher(
     "/env/bin/mpirun", "mpirun (Open MPI) 5.0.11", "/env/bin/mpirun", "mpirun (Open MPI) 5.0.11"
 )
-SITE = launchers.Site(("Open MPI", "5.0.11"), 2, None, "hvdtrain", True, True, True, 0)
+SITE = libraries.Site(("Open MPI", "5.0.11"), 2, None, "hvdtrain", True, True, True, 0)
 
 
 @pytest.mark.parametrize(
@@ -90,57 +100,57 @@ def test_libraries_that_are_missing_or_poor_are_faults_with_a_cure() -> None:
 
 
 def test_lines_fit_the_mpi_the_cores_the_user_and_the_path() -> None:
-    lines = {(line.launcher, line.ranks): line.before for line in launchers.launch_lines(SITE)}
+    lines = {(line.launcher, line.ranks): line.before for line in libraries.launch_lines(SITE)}
     assert lines == {
         ("horovodrun", 2): "horovodrun -np 2",
         ("mpirun", 2): "mpirun --allow-run-as-root -np 2 --bind-to none",
         ("horovodrun", 4): "horovodrun -np 4",
         ("mpirun", 4): ("mpirun --allow-run-as-root -np 4 --bind-to none --map-by :OVERSUBSCRIBE"),
     }
-    large = launchers.Site(("MPICH", "4.2.0"), 16, "/env/bin", "hvdtrain", False, True, True, 8)
-    assert [line.command("hvdtrain") for line in launchers.launch_lines(large)] == [
+    large = libraries.Site(("MPICH", "4.2.0"), 16, "/env/bin", "hvdtrain", False, True, True, 8)
+    assert [line.command("hvdtrain") for line in libraries.launch_lines(large)] == [
         'env PATH="/env/bin:$PATH" horovodrun -np 2 hvdtrain train',
         'env PATH="/env/bin:$PATH" mpirun -n 2 hvdtrain train',
         'env PATH="/env/bin:$PATH" srun --mpi=pmix hvdtrain train',
     ]
-    assert launchers.own_line(large, 2) == "/env/bin/hvdtrain train --ranks 2"
+    assert libraries.own_line(large, 2) == "/env/bin/hvdtrain train --ranks 2"
 
 
 def test_a_line_works_only_if_all_its_ranks_meet_in_one_world() -> None:
-    line = launchers.LaunchLine("mpirun", 2, "mpirun -np 2")
+    line = libraries.LaunchLine("mpirun", 2, "mpirun -np 2")
     together = Outcome(0, "[1,1]<stdout>: rank 1 of 2.\nrank 0 of 2.\n", "", 9)
-    assert launchers.line_check(line, together, SITE).state == "ok"
-    apart = launchers.line_check(line, Outcome(0, "rank 0 of 1.\nrank 0 of 1.\n", "", 9), SITE)
+    assert libraries.line_check(line, together, SITE).state == "ok"
+    apart = libraries.line_check(line, Outcome(0, "rank 0 of 1.\nrank 0 of 1.\n", "", 9), SITE)
     assert apart.state == "fault"
     assert "started 2 ranks in worlds of 1" in apart.text
-    hanging = launchers.line_check(line, Outcome(None, "", "", 9), SITE)
+    hanging = libraries.line_check(line, Outcome(None, "", "", 9), SITE)
     assert hanging.state == "fault"
     assert "hung and was killed after 9 s" in hanging.text
     assert hanging.cure
 
 
 def test_in_a_slurm_job_horovodrun_may_fail_and_steps_start_all_tasks() -> None:
-    line = launchers.LaunchLine("horovodrun", 2, "horovodrun -np 2")
+    line = libraries.LaunchLine("horovodrun", 2, "horovodrun -np 2")
     failed = Outcome(1, "", "All nodes are filled.\n", 9)
-    job = launchers.Site(("Open MPI", "5.0.11"), 2, None, "hvdtrain", True, True, True, 8)
-    assert launchers.line_check(line, failed, SITE).state == "fault"
-    check = launchers.line_check(line, failed, job)
+    job = libraries.Site(("Open MPI", "5.0.11"), 2, None, "hvdtrain", True, True, True, 8)
+    assert libraries.line_check(line, failed, SITE).state == "fault"
+    check = libraries.line_check(line, failed, job)
     assert (check.state, "srun" in check.cure) == ("note", True)
-    assert launchers.slurm_tasks({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}) == 8
-    assert launchers.slurm_tasks({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4"}) == 4
+    assert libraries.slurm_tasks({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}) == 8
+    assert libraries.slurm_tasks({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4"}) == 4
     inside = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"}
-    assert launchers.slurm_tasks(inside) == launchers.slurm_tasks({}) == 0
+    assert libraries.slurm_tasks(inside) == libraries.slurm_tasks({}) == 0
 
 
 def test_slurm_without_pmix_is_a_note_that_says_what_to_use() -> None:
     with_pmix = "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\n"
-    assert launchers.slurm_check("slurm 23.11", Outcome(0, with_pmix, "", 9)).state == "ok"
-    without = launchers.slurm_check("slurm 23.11", Outcome(0, "", "\tnone\n\tpmi2\n", 9))
+    assert libraries.slurm_check("slurm 23.11", Outcome(0, with_pmix, "", 9)).state == "ok"
+    without = libraries.slurm_check("slurm 23.11", Outcome(0, "", "\tnone\n\tpmi2\n", 9))
     assert without.state == "note"
     assert "mpirun" in without.cure
     unset = Outcome(1, "", "srun: fatal: Could not establish a configuration source\n", 9)
-    assert "configuration source" in launchers.slurm_check("slurm 23.11", unset).text
-    assert launchers.slurm_check("", None).state == "note"
+    assert "configuration source" in libraries.slurm_check("slurm 23.11", unset).text
+    assert libraries.slurm_check("", None).state == "note"
 
 
 def test_threads_are_the_share_of_the_cores_unless_the_user_says() -> None:

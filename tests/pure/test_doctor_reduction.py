@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.doctor import reduction
-from hvdtrain.doctor.process import WATCHED_SIZES, Answer
+from hvdtrain.doctor import machine
+from hvdtrain.doctor.check import WATCHED_SIZES, Answer
 
 # Pieces by rank of real all-reduces of 1024 elements on 4 ranks with Open MPI 5.0.11.
 RING = [
@@ -38,14 +38,14 @@ SEGMENTED = [[[count // 2, a, b] for count, a, b in pieces for _ in range(2)] fo
         (RABENSEIFNER, "Rabenseifner (recursive halving)"),
         (DOUBLING, "recursive doubling"),
         (LINEAR, "reduce to one rank, then broadcast"),
-        ([[[512, 2, 1]], [[512, 1, 2]]], reduction.HALVES),
+        ([[[512, 2, 1]], [[512, 1, 2]]], machine.HALVES),
         ([[[1024, 1, 2]], [[1024, 1, 2]]], "recursive doubling"),
         ([[], [], [], []], "an unknown algorithm"),
         ([RING[0], [], [], []], "an unknown algorithm"),
     ],
 )
 def test_an_algorithm_is_named_by_the_pieces_that_ranks_add(trace: Any, name: str) -> None:
-    assert reduction.name_algorithm(trace, 1024) == name
+    assert machine.name_algorithm(trace, 1024) == name
 
 
 def watched(trace: Any, sums: int, errors: str = "") -> Answer:
@@ -59,11 +59,11 @@ def watched(trace: Any, sums: int, errors: str = "") -> Answer:
 
 def test_ring_counts_as_honoured_only_if_every_size_and_mpis_own_sums_go_round() -> None:
     automatic = watched(RABENSEIFNER, 1)
-    good = reduction.algorithm_check(Answer(), automatic, watched(RING, 3), "Open MPI", [])
+    good = machine.algorithm_check(Answer(), automatic, watched(RING, 3), "Open MPI", [])
     assert good.state == "ok"
     assert "8 KB and 1 MB and 16 MB: Rabenseifner" in good.text
     for ring in (watched(RABENSEIFNER, 1), watched(RING, 1)):
-        bad = reduction.algorithm_check(Answer(), automatic, ring, "Open MPI", [])
+        bad = machine.algorithm_check(Answer(), automatic, ring, "Open MPI", [])
         assert (bad.state, bad.cure) == ("note", "use --allreduce auto")
         assert "NOT honoured" in bad.text
 
@@ -71,7 +71,7 @@ def test_ring_counts_as_honoured_only_if_every_size_and_mpis_own_sums_go_round()
 def test_a_users_own_tuning_is_named_and_its_removal_is_the_cure() -> None:
     variable = "OMPI_MCA_coll_tuned_allreduce_algorithm"
     same = watched(RABENSEIFNER, 1)
-    check = reduction.algorithm_check(Answer(), same, same, "Open MPI", [variable])
+    check = machine.algorithm_check(Answer(), same, same, "Open MPI", [variable])
     assert f"from {variable}: 4 ranks" in check.text
     assert check.cure == f"unset {variable}"
 
@@ -85,8 +85,8 @@ def test_the_component_is_the_last_that_is_enabled_for_the_world() -> None:
 [vm:1] coll:base:comm_select: new communicator: MPI_COMM_SELF (cid 1)
 [vm:1] coll:base:comm_select: selecting        self, priority  75, Enabled
 """
-    assert reduction.chosen_component(log) == "tuned"
-    assert reduction.chosen_component("no such log") == ""
+    assert machine.chosen_component(log) == "tuned"
+    assert machine.chosen_component("no such log") == ""
 
 
 def test_two_ranks_that_did_not_start_or_did_not_meet_are_a_fault() -> None:
@@ -94,7 +94,7 @@ def test_two_ranks_that_did_not_start_or_did_not_meet_are_a_fault() -> None:
         (Answer({}, "it hung and was killed after 90 s"), "it hung"),
         (Answer({"size": 1}), "MPI sees 1"),
     ):
-        (check,) = reduction.allreduce_checks(answer, horovod_loads=True)
+        (check,) = machine.allreduce_checks(answer, horovod_loads=True)
         assert check.state == "fault"
         assert text in check.text
         assert check.cure
@@ -103,7 +103,7 @@ def test_two_ranks_that_did_not_start_or_did_not_meet_are_a_fault() -> None:
 def test_a_wrong_sum_is_a_fault_of_the_library_that_gave_it() -> None:
     facts = {"size": 2, "mpi_right": True, "mpi_milliseconds": 0.2}
     wrong = Answer(facts | {"horovod_right": False, "horovod_milliseconds": 1.0})
-    by_mpi, by_horovod = reduction.allreduce_checks(wrong, horovod_loads=True)
+    by_mpi, by_horovod = machine.allreduce_checks(wrong, horovod_loads=True)
     assert by_mpi.state == "ok"
     assert by_horovod.state == "fault"
     assert "WRONG" in by_horovod.text

@@ -20,7 +20,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.engine.progress import Progress
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import records
-from hvdtrain.jobs import record, site, sweep, watch
+from hvdtrain.jobs import options, sweep, watch
 from hvdtrain.plan import plan as plans
 from hvdtrain.planner import clusters
 from hvdtrain.study import results, series
@@ -95,7 +95,7 @@ def test_a_file_of_a_site_is_one_or_one_line(
 ) -> None:
     file = folder / "site.yaml"
     file.write_text(yaml.safe_dump(hostile.changed(SITE, path, to)))
-    loaded = hostile.understood(lambda: site.load(str(file)))
+    loaded = hostile.understood(lambda: options.load_site(str(file)))
     assert loaded is None or abs(loaded.warning_seconds) < 2**63
 
 
@@ -216,7 +216,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         counts: dict[str, Any] = {"energy": [host], "disturbance": [shared]}
         counts["agreement"] = {"sync": "exact", "sent_bytes_per_step": 5.0}
         run = write_run(folder / name, ranks, 100 / ranks, [5.0] * ranks, **counts)
-        record.write(run, RECORD)
+        watch.write(run, RECORD)
         (run / "heartbeats").mkdir()
         (run / "heartbeats" / "rank-0000.json").write_text('{"time": 5, "pid": 1}')
         (run / "checkpoints").mkdir()
@@ -257,7 +257,7 @@ def check_other_runs(runs: Path) -> None:
     faults = [line for line in (*left_out, *without) if line.startswith("bad")]
     assert faults or "bad" in {run.name for run in finished}
     assert all("\n" not in line and len(line) < 900 for line in faults)
-    rows = watch.rows(*record.runs_of([str(runs)]))
+    rows = watch.rows(*watch.runs_of([str(runs)]))
     assert [Path(row.run).name for row in rows] == ["bad", "one", "two"]
     assert [row.epoch for row in rows[1:]] == [1, 1]
     assert len(watch.as_text(rows).splitlines()) >= 4

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.doctor.preflight import Seen, job_checks
+from hvdtrain.doctor.probe import Seen, job_checks
 
 GOOD = Seen("n1", (0, 1), 2, 0, 2**30, "hvdtrain 1", 0.0)
 

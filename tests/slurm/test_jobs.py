@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.jobs import record
+from hvdtrain.jobs import watch
 from tests.conftest import ROOT, program
 from tests.single.training.jobs import (
     assert_each_sample_once,
@@ -123,7 +123,7 @@ def test_a_ctrl_c_while_slurm_takes_a_job_loses_no_number(
     assert process.returncode == 130, errors
     message = f"interrupted after job {number} was submitted: end it with hvdtrain jobs cancel"
     assert f"{message} {run}\n" in errors
-    job_record = record.read(run)
+    job_record = watch.read(run)
     assert job_record is not None
     assert job_record.jobs == (number,)
     assert f"job {number} cancelled" in cluster.run("hvdtrain", "jobs", "cancel", run)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from hvdtrain.data.images import crop_box, crop_flip, resized_crop_flip, sample_hash, splitmix64
+from hvdtrain.data.augment import crop_box, crop_flip, resized_crop_flip, sample_hash, splitmix64
 
 Images = NDArray[np.uint8]
 

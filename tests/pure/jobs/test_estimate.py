@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs import record, sweep
+from hvdtrain.jobs import sweep, watch
 from hvdtrain.jobs.estimate import (
     LEAST,
     MOST_MORE,
@@ -133,7 +133,7 @@ def test_failed_runs_do_not_stop_the_rounds_and_active_ones_do(
         (tmp_path / "runs" / f"ranks=2-seed={seed}").mkdir()
     assert need(tmp_path / "runs", 0.05, None).counts == {"ranks=1": 3, "ranks=2": 5 + MOST_MORE}
     monkeypatch.setattr(
-        record, "active", lambda runs: {run: [] for run in runs} | {Path("x"): ["7"]}
+        watch, "active", lambda runs: {run: [] for run in runs} | {Path("x"): ["7"]}
     )
     waiting = need(tmp_path / "runs", 0.05, None)
     assert waiting.counts == {"ranks=1": 3, "ranks=2": 5}

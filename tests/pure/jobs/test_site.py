@@ -9,13 +9,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs.options import SBATCH_OPTIONS, JobOptions
-from hvdtrain.jobs.site import VARIABLE, Site, load, parameters
+from hvdtrain.jobs.options import (
+    SBATCH_OPTIONS,
+    VARIABLE,
+    JobOptions,
+    Site,
+    load_site,
+    sbatch_parameters,
+)
 from tests.conftest import ROOT
 
 
 def test_the_example_is_one() -> None:
-    site = load(str(ROOT / "slurm" / "sites" / "example.yaml"))
+    site = load_site(str(ROOT / "slurm" / "sites" / "example.yaml"))
     assert site.partition == "gpu"
     assert site.setup == ["module load python openmpi"]
     assert site.options["mail-type"] == "END,FAIL"
@@ -23,7 +29,7 @@ def test_the_example_is_one() -> None:
 
 def test_without_a_file_there_is_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert load(None) == Site()
+    assert load_site(None) == Site()
 
 
 def test_a_variable_names_the_default_site(
@@ -33,22 +39,22 @@ def test_a_variable_names_the_default_site(
     ours.write_text("account: 12345\n")
     other.write_text("account: physics\n")
     monkeypatch.setenv(VARIABLE, str(ours))
-    assert load(None).account == "12345"
-    assert load(str(other)).account == "physics"
+    assert load_site(None).account == "12345"
+    assert load_site(str(other)).account == "physics"
     monkeypatch.setenv(VARIABLE, "")
-    assert load(None) == Site()
+    assert load_site(None) == Site()
     monkeypatch.setenv(VARIABLE, str(tmp_path / "absent.yaml"))
     with pytest.raises(UsageError) as caught:
-        load(None)
+        load_site(None)
     message = str(caught.value)
     assert message.startswith(f"HVDTRAIN_SITE names {tmp_path}/absent.yaml, which is not a file")
-    assert load(str(other)).account == "physics"
+    assert load_site(str(other)).account == "physics"
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/", ""])
 def test_a_site_that_is_not_a_file_is_refused(path: str) -> None:
     with pytest.raises(UsageError, match=r"--site names .*, which is not a file: correct it or"):
-        load(path)
+        load_site(path)
 
 
 @pytest.mark.parametrize("number", ["007", "010", "0123456"])
@@ -56,14 +62,14 @@ def test_an_account_keeps_its_leading_zeros(tmp_path: Path, number: str) -> None
     """YAML 1.1 reads 010 as 8."""
     path = tmp_path / "site.yaml"
     path.write_text(f"account: {number}\n")
-    assert load(str(path)).account == number
+    assert load_site(str(path)).account == number
 
 
 def test_options_of_a_site_are_those_of_the_file_in_time_too(tmp_path: Path) -> None:
     """YAML 1.1 reads 1:00:00 as 3600, so a minimum of one hour became 3600 minutes."""
     path = tmp_path / "site.yaml"
     path.write_text("options: {time-min: 1:00:00, deadline: now+1hour}\n")
-    assert load(str(path)).options == {"time-min": "1:00:00", "deadline": "now+1hour"}
+    assert load_site(str(path)).options == {"time-min": "1:00:00", "deadline": "now+1hour"}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +88,7 @@ def test_mistakes_are_named(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "site.yaml"
     path.write_text(text)
     with pytest.raises(UsageError, match=reason.replace("?", r"\?").replace("[", r"\[")):
-        load(str(path))
+        load_site(str(path))
 
 
 @settings(max_examples=200, deadline=None)
@@ -94,7 +100,7 @@ def test_any_text_is_a_site_or_refused(
     path = tmp_path_factory.getbasetemp() / "any-site.yaml"
     path.write_bytes(text.encode(errors="surrogatepass"))
     try:
-        assert isinstance(load(str(path)), Site)
+        assert isinstance(load_site(str(path)), Site)
     except UsageError as error:
         assert "\n" not in str(error)
 
@@ -109,7 +115,7 @@ def test_any_text_is_a_site_or_refused(
     ],
 )
 def test_gpus_are_asked_for_as_the_site_wants(gpus: str, option: str, value: str) -> None:
-    values = parameters(JobOptions(gpus_per_node=2), Site(gpus=gpus), 2, "name")
+    values = sbatch_parameters(JobOptions(gpus_per_node=2), Site(gpus=gpus), 2, "name")
     assert values["additional_parameters"] == {"requeue": True, option: value}
 
 
@@ -117,10 +123,10 @@ def test_each_option_of_the_table_overrides_the_site() -> None:
     site: dict[str, Any] = dict.fromkeys(SBATCH_OPTIONS, "of the site")
     for name in SBATCH_OPTIONS:
         job: dict[str, Any] = {name: "16G"}
-        values = parameters(JobOptions(**job), Site(**site), 1, "name")
+        values = sbatch_parameters(JobOptions(**job), Site(**site), 1, "name")
         assert {key: values[key] for key in SBATCH_OPTIONS} == site | job
         # A site's file may have it among its further options.
-        values = parameters(JobOptions(**job), Site(options={name: "x"}), 1, "name")
+        values = sbatch_parameters(JobOptions(**job), Site(options={name: "x"}), 1, "name")
         assert (values[name], values["additional_parameters"]) == ("16G", {"requeue": True})
 
 
@@ -128,17 +134,17 @@ def test_memory_per_cpu_takes_the_place_of_the_site_s_memory() -> None:
     """sbatch refuses a job with both."""
     job = JobOptions(sbatch=["mem-per-cpu=2G"])
     for site in (Site(mem="8G"), Site(options={"mem": "8G"}), Site(options={"mem-per-gpu": "8G"})):
-        values = parameters(job, site, 1, "name")
+        values = sbatch_parameters(job, site, 1, "name")
         assert "mem" not in values
         assert values["additional_parameters"] == {"requeue": True, "mem-per-cpu": "2G"}
     site = Site(options={"mem-per-cpu": "2G"})
-    values = parameters(JobOptions(mem="4G"), site, 1, "name")
+    values = sbatch_parameters(JobOptions(mem="4G"), site, 1, "name")
     assert (values["mem"], values["additional_parameters"]) == ("4G", {"requeue": True})
 
 
 def test_further_options_of_the_command_line_come_last() -> None:
     site = Site(options={"exclusive": "user", "hold": True})
-    values = parameters(JobOptions(sbatch=["exclusive", "mail-type=END"]), site, 1, "name")
+    values = sbatch_parameters(JobOptions(sbatch=["exclusive", "mail-type=END"]), site, 1, "name")
     assert values["additional_parameters"] == {
         "requeue": True,
         "hold": True,
@@ -152,7 +158,7 @@ def test_further_options_of_the_command_line_come_last() -> None:
     [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2")],
 )
 def test_a_job_requeues_itself_and_not_its_siblings(array: dict[str, str], number: str) -> None:
-    teardown = parameters(JobOptions(), Site(), 1, "name")["teardown"]
+    teardown = sbatch_parameters(JobOptions(), Site(), 1, "name")["teardown"]
     done = subprocess.run(
         ["bash", "-c", "\n".join(["scontrol() { echo $*; false; }", "(exit 75)", *teardown])],
         env={"SLURM_JOB_ID": "7"} | array,
@@ -164,7 +170,7 @@ def test_a_job_requeues_itself_and_not_its_siblings(array: dict[str, str], numbe
 
 def test_the_command_line_wins_over_the_site() -> None:
     site = Site(partition="low", account="a", options={"exclusive": "user"}, requeue=False)
-    values = parameters(JobOptions(partition="high"), site, 1, "name")
+    values = sbatch_parameters(JobOptions(partition="high"), site, 1, "name")
     assert (values["partition"], values["account"]) == ("high", "a")
     assert values["additional_parameters"] == {"no-requeue": True, "exclusive": "user"}
     assert not any("requeue" in line for line in values["teardown"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hvdtrain.data.images import crop_flip
+from hvdtrain.data.augment import crop_flip
 from hvdtrain.data.index import read_index
 from hvdtrain.data.loader import Loader
 from hvdtrain.data.shards import Batch, Samples, open_split

@@ -13,9 +13,8 @@ import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs import record, submit
-from hvdtrain.jobs.options import JobOptions
-from hvdtrain.jobs.site import Site
+from hvdtrain.jobs import submit, watch
+from hvdtrain.jobs.options import JobOptions, Site
 from hvdtrain.jobs.slurm import Request
 from tests.conftest import Program, program, program_environment
 from tests.single.training.jobs import changeable_by_others, summary_of, umask
@@ -119,10 +118,10 @@ def test_two_submissions_of_one_run_at_once_make_one_job(small_set: Path, tmp_pa
     assert [process.returncode for process in both] == [0, 0]
     (number,) = {job for text in outputs for job in re.findall(r"is job (\d+)", text)}
     assert sorted(text.strip().endswith("already") for text in outputs) == [False, True]
-    job_record = record.read(run)
+    job_record = watch.read(run)
     assert job_record is not None
     assert job_record.jobs == (number,)
     assert not list(tmp_path.glob(".*"))
-    while record.active([run])[run]:
+    while watch.active([run])[run]:
         time.sleep(0.1)
     assert summary_of(run)["steps"] == 1

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.data.images import Places, crop_flip, moves
+from hvdtrain.data.augment import Places, crop_flip, moves
 from hvdtrain.parallel.stage import Resident
 
 COUNT, SEED, EPOCH = 40, 5, 3

@@ -98,7 +98,7 @@ def test_computing_the_key_imports_no_framework() -> None:
     code = (
         "import sys\n"
         "from hvdtrain.setup import run\n"
-        "from hvdtrain.setup.options import SetupOptions\n"
+        "from hvdtrain.setup.run import SetupOptions\n"
         f"run.wheel(SetupOptions(mpi={MPI_KIND!r}))\n"
         "slow = {'torch', 'tensorflow', 'mpi4py', 'numpy', 'yaml', 'packaging', 'jsonargparse'}\n"
         "print(sorted(slow & set(sys.modules)))"

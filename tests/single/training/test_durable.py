@@ -15,7 +15,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.checkpoint import store
 from hvdtrain.host import files
-from hvdtrain.jobs import record
+from hvdtrain.jobs import watch
 from tests.single.training.checkpoints import make, save
 from tests.single.training.jobs import summary_of
 
@@ -121,7 +121,7 @@ def test_whatever_is_replaced_is_on_the_disk_with_its_name(
     disk = Disk(monkeypatch)
     files.write_text(tmp_path / "text", "content", "the file")
     store.mark_best(tmp_path, "step-00000001", "val_accuracy", 0.5)
-    record.write(tmp_path, record.Record("slurm", "h", "n", ("1",), 1, 1, "logs", 0.0, "1"))
+    watch.write(tmp_path, watch.Record("slurm", "h", "n", ("1",), 1, 1, "logs", 0.0, "1"))
     assert [path.name for path in disk.final] == ["text", "best.json", "job.json"]
     assert disk.faults == []
     assert disk.names == {}
