@@ -70,11 +70,11 @@ def train(arguments: Sequence[str], **values: Any) -> int:
         )
     if started.size == 1 and ((settings.ranks or 1) > 1 or settings.restart_request.most):
         with RanksStop() as ranks_stop:
-            from hvdtrain.training import restarts
-            from hvdtrain.training.precheck import check_before_launch
+            from hvdtrain.training import starts
+            from hvdtrain.training.starts import check_before_launch
 
             check_before_launch(settings)
-            return restarts.run(settings, arguments, ranks_stop)
+            return starts.run(settings, arguments, ranks_stop)
     monitor.start(settings, started, start_patience(settings))
     # A signal is recorded from here on, also during the seconds in which torch and MPI start.
     with StopRequest() as stop:

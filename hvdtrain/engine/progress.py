@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.session import Device, Spent
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.models.find import call_users, find_function
+from hvdtrain.models import call_users, find_function
 
 LARGEST = 10**18  # bound on all counts
 # Small gradients are 0 in fp16, so the loss is scaled up (Micikevicius et al., arXiv 1710.03740,

@@ -19,7 +19,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs.options import BLOCKED, JobOptions, Site, sbatch_parameters
 from hvdtrain.options import requests
-from hvdtrain.training.restarts import SUBMISSION
+from hvdtrain.training.starts import SUBMISSION
 
 ACTIVE = frozenset(
     {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD"}

@@ -42,7 +42,7 @@ def check_runs(configurations: str) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the process that submits says what happened
     from hvdtrain.config import TrainConfig
-    from hvdtrain.training.precheck import check_before_submission
+    from hvdtrain.training.starts import check_before_submission
 
     try:
         check_before_submission(TrainConfig(**values) for values in json.loads(configurations))

@@ -33,8 +33,8 @@ from hvdtrain.host.process import StopRequest
 from hvdtrain.options.givenmodel import SEAMS
 from hvdtrain.training.console import Callbacks, Console
 from hvdtrain.training.metrics import summary_of_finished
-from hvdtrain.training.precheck import NO_TENSORFLOW, check_seams
 from hvdtrain.training.run import Run, open_run
+from hvdtrain.training.starts import NO_TENSORFLOW, check_seams
 from hvdtrain.training.steplog import (
     StepLog,
     agreed_excess,

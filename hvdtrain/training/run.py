@@ -35,7 +35,7 @@ from hvdtrain.host.counters import Load, Meter, open_meter
 from hvdtrain.host.launchers import detect
 from hvdtrain.host.ownership import Owner, claim
 from hvdtrain.host.process import StopRequest
-from hvdtrain.training import metrics, restarts
+from hvdtrain.training import metrics, starts
 from hvdtrain.training.console import Callbacks, Console, Journal, followers
 from hvdtrain.training.inject import Injector, make_injector
 from hvdtrain.training.saving import Saving
@@ -321,7 +321,7 @@ def _claim(config: TrainConfig, folder: metrics.RunFolder, console: Console) -> 
         # Before the search for checkpoints: after this a replaced owner cannot commit one.
         store.restore_replaced(folder.checkpoints)
         store.clean(folder.checkpoints)
-        restarts.count_start(folder.path)
+        starts.count_start(folder.path)
     except BaseException:
         owner.release()
         raise

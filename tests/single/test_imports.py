@@ -93,7 +93,7 @@ def test_the_launcher_of_ranks_loads_nothing_slow() -> None:
     program = (
         "import sys\n"
         "from hvdtrain import commands\n"
-        "from hvdtrain.training import precheck, restarts\n"
+        "from hvdtrain.training import starts\n"
         "print(*sorted(sys.modules))"
     )
     done = subprocess.run(

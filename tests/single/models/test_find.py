@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain import models
 from hvdtrain.errors import UsageError
-from hvdtrain.models import components, find
+from hvdtrain.models import components
 
 ROOT = Path(__file__).parents[3]
 PREAMBLE = "from torch import nn\nfrom hvdtrain.models.component import Component\n"
@@ -16,7 +17,7 @@ PREAMBLE = "from torch import nn\nfrom hvdtrain.models.component import Componen
 def in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    find._import_module.cache_clear()
+    models._import_module.cache_clear()
     for name in ("own", "package", "package.own"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 

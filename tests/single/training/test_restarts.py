@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.checkpoint import store
 from hvdtrain.plan.plan import refit
-from hvdtrain.training import restarts
+from hvdtrain.training import starts
 from tests.conftest import Program
 from tests.single.training.checkpoints import make, save
 from tests.single.training.jobs import assert_each_sample_once, begin, ranks_of, saves, summary_of
@@ -67,12 +67,12 @@ def test_a_start_that_saves_is_told_from_one_that_does_not(tmp_path: Path) -> No
     """Also if it saved the same step again that the earlier start had ended with."""
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
-    assert restarts.newest_checkpoint(None) == restarts.newest_checkpoint(tmp_path / "run") is None
+    assert starts.newest_checkpoint(None) == starts.newest_checkpoint(tmp_path / "run") is None
     save(checkpoints, make(3))
-    first = restarts.newest_checkpoint(tmp_path / "run")
-    assert first == restarts.newest_checkpoint(tmp_path / "run") is not None
+    first = starts.newest_checkpoint(tmp_path / "run")
+    assert first == starts.newest_checkpoint(tmp_path / "run") is not None
     save(checkpoints, make(3))
-    assert restarts.newest_checkpoint(tmp_path / "run") != first
+    assert starts.newest_checkpoint(tmp_path / "run") != first
 
 
 def newest(run: Path) -> str:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.training import restarts
+from hvdtrain.training import starts
 from tests import warm
 from tests.conftest import Program
 from tests.single.training.jobs import (
@@ -27,7 +27,7 @@ def test_starts_that_save_nothing_come_to_an_end(
     small_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """Once, restarts were used up within seconds, and a long message ended the launcher."""
-    monkeypatch.setattr(restarts, "FIRST_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(starts, "FIRST_WAIT_SECONDS", 0.1)
     monkeypatch.setattr(sys, "executable", warm.python())
     monkeypatch.setenv("FAULTY_RANKS", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.training.precheck import check_before_submission
+from hvdtrain.training.starts import check_before_submission
 from tests.conftest import Program
 from tests.single.training.jobs import summary_of
 
