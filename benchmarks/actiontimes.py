@@ -25,7 +25,7 @@ from hvdtrain.parallel.stage import Part
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import COMMUNICATION, Action, Cut, Share, boundary, rows_sent
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.program import Program, program
+from hvdtrain.plan.schedule import Program, program
 from hvdtrain.plan.simulate import Costs
 from hvdtrain.plan.trace import Reduction
 from hvdtrain.planner.chain import LEAST, repeated, without_gathering

@@ -36,7 +36,7 @@ from hvdtrain import cli, models
 from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.tensorfile import part_name, write_tensors
 from hvdtrain.models.component import tensor_shapes
-from hvdtrain.training.saving import Saving
+from hvdtrain.training.run import Saving
 
 PROVES = "Saving runs beside training and costs less than the noise of the machine."
 

@@ -83,7 +83,7 @@ def _ours(
 ) -> Iterable[Any]:
     from hvdtrain.data import order
     from hvdtrain.data.augment import crop_flip
-    from hvdtrain.data.loader import Loader
+    from hvdtrain.data.order import Loader
     from hvdtrain.data.shards import Batch
 
     index = samples.index

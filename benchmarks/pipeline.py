@@ -45,7 +45,7 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.program import program
+from hvdtrain.plan.schedule import program
 from hvdtrain.plan.simulate import Simulation, simulate
 from hvdtrain.world import World
 

@@ -44,7 +44,7 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
-from hvdtrain.plan.program import program
+from hvdtrain.plan.schedule import program
 from hvdtrain.planner import choose, measure
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.cost import Question

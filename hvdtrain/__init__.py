@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hvdtrain.training.summary import TrainResult as TrainResult
     from hvdtrain.use.evaluate import evaluate as evaluate
     from hvdtrain.use.evaluate import predict as predict
-    from hvdtrain.use.export import export as export
+    from hvdtrain.use.trained import export as export
     from hvdtrain.use.trained import load_classifier as load
 
 __version__ = "0.3.0"
@@ -35,7 +35,7 @@ _PLACES = {
     "TrainResult": "hvdtrain.training.summary:TrainResult",
     "cut": "hvdtrain.models.ready:cut",
     "evaluate": "hvdtrain.use.evaluate:evaluate",
-    "export": "hvdtrain.use.export:export",
+    "export": "hvdtrain.use.trained:export",
     "load": "hvdtrain.use.trained:load_classifier",
     "notebook_launch": "hvdtrain.notebook:notebook_launch",
     "pack": "hvdtrain.data:pack",

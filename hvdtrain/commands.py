@@ -132,7 +132,7 @@ def predict(
 def export(arguments: Sequence[str], run: str, file: str, which: "Which", trust: bool) -> int:
     """Write the model of a run, or its weights, for other programs."""
     in_one_process("export")
-    from hvdtrain.use import export as exporting
+    from hvdtrain.use import trained as exporting
 
     checkpoint = exporting.export(run, file, which, trust=trust)
     what = "weights" if file.endswith(exporting.WEIGHTS) else "model"

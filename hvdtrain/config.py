@@ -9,7 +9,6 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from hvdtrain.options.checks import check_values
-from hvdtrain.options.fields import DEFAULT_EPOCHS, Group, Rule, option
 from hvdtrain.options.givenmodel import Model, ModelInConfig
 from hvdtrain.options.requests import (
     BadStep,
@@ -22,11 +21,15 @@ from hvdtrain.options.requests import (
     parse_restarts,
 )
 from hvdtrain.options.sections import (
+    DEFAULT_EPOCHS,
     DeviceOptions,
     EmulateOptions,
+    Group,
     ImageOptions,
     OptimisationOptions,
+    Rule,
     SyncOptions,
+    option,
 )
 
 

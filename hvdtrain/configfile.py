@@ -8,11 +8,16 @@ from typing import Any, get_args, get_type_hints
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, records
-from hvdtrain.options.fields import Rule
 from hvdtrain.options.givenmodel import SEAMS, is_same_code
 from hvdtrain.options.names import completed, lost
 from hvdtrain.options.requests import parse_compress_request, parse_sync_request
-from hvdtrain.options.sections import AUTO_PRECISION, FixedPrecision, parse_emulate, smoothing_of
+from hvdtrain.options.sections import (
+    AUTO_PRECISION,
+    FixedPrecision,
+    Rule,
+    parse_emulate,
+    smoothing_of,
+)
 
 # A run may resume with other values of these: they decide where, how and how long it runs. In the
 # results of a step they change only rounding, and the samples that local batch norm sees together.

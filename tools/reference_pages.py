@@ -26,8 +26,8 @@ from jsonargparse import ArgumentParser
 from hvdtrain import cli
 from hvdtrain.cli import COMMANDS
 from hvdtrain.config import TrainConfig
-from hvdtrain.options.fields import flag
 from hvdtrain.options.parser import Parser, add_config, add_dataclass, subcommands
+from hvdtrain.options.sections import flag
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures.yml"

@@ -12,7 +12,7 @@ from hvdtrain.bench.options import LoaderConfig
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import read_index
-from hvdtrain.data.loader import Loader
+from hvdtrain.data.order import Loader
 from hvdtrain.data.shards import Batch, Samples, open_split
 from hvdtrain.engine.feed import Augmentation, augmentation
 

@@ -6,8 +6,7 @@ from typing import Literal
 from hvdtrain.config import TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
 from hvdtrain.host.launchers import ALGORITHMS
-from hvdtrain.options.fields import about
-from hvdtrain.options.sections import Device, Precision, Seam
+from hvdtrain.options.sections import Device, Precision, Seam, about
 
 LARGEST_MESSAGE = 2**30
 

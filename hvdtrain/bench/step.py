@@ -23,10 +23,10 @@ from hvdtrain.backends.pytorch.setup import model_components, open_session
 from hvdtrain.bench.options import StepConfig
 from hvdtrain.check.plan import CHECKS
 from hvdtrain.data import order
-from hvdtrain.data.loader import Loader
+from hvdtrain.data.order import Loader
 from hvdtrain.device import Mark, is_gpu, mark, now, synchronize
-from hvdtrain.engine.control import Control, Flags, Vitals
 from hvdtrain.engine.feed import Feed, requests, training_feeder
+from hvdtrain.engine.progress import Control, Flags, Vitals
 from hvdtrain.engine.session import PendingStep, StepOutcome
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.output import PROFILER_REMARKS, without

@@ -40,7 +40,7 @@ from hvdtrain.parallel.runtime import Runtime, Step
 from hvdtrain.parallel.stage import Images, Part
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.program import program_of
+from hvdtrain.plan.schedule import program_of
 from hvdtrain.sync.states import digest
 from hvdtrain.world import World
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hvdtrain.data.images import resize as resize
     from hvdtrain.data.index import Index as Index
     from hvdtrain.data.index import read_index as read_index
-    from hvdtrain.data.loader import Loader as Loader
+    from hvdtrain.data.order import Loader as Loader
     from hvdtrain.data.packing import pack as pack
     from hvdtrain.data.shards import Batch as Batch
     from hvdtrain.data.shards import Samples as Samples

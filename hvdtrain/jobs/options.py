@@ -10,8 +10,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Preempted, UsageError
 from hvdtrain.host import records
 from hvdtrain.options import requests
-from hvdtrain.options.fields import about
 from hvdtrain.options.names import unknown_key
+from hvdtrain.options.sections import about
 
 # These have the same name in sbatch, on the command line, in a study's file and in a site's file.
 SBATCH_OPTIONS = ("partition", "account", "qos", "constraint", "mem")

@@ -28,11 +28,10 @@ from hvdtrain.jobs.submit import (
     submission_lock,
     submit_and_record,
 )
-from hvdtrain.options.fields import about
 from hvdtrain.options.givenmodel import beside
 from hvdtrain.options.names import folded, unknown_key
 from hvdtrain.options.parser import Parser, add_dataclass, select_fields
-from hvdtrain.options.sections import SyncOptions
+from hvdtrain.options.sections import SyncOptions, about
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")

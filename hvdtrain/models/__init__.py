@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # The function of each model, in the form in which users name their own.
 REGISTRY = {
-    "cnn": "hvdtrain.models.cnn:cnn",
+    "cnn": "hvdtrain.models.resnet:cnn",
     "resnet18": "hvdtrain.models.resnet:resnet18",
     "resnet50": "hvdtrain.models.resnet:resnet50",
     "vit_tiny": "hvdtrain.models.vit:vit_tiny",

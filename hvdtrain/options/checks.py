@@ -7,7 +7,6 @@ from typing import Any, get_args
 from hvdtrain.errors import UsageError
 from hvdtrain.host.records import LARGEST_WHOLE
 from hvdtrain.options import requests
-from hvdtrain.options.fields import DEFAULT_EPOCHS, Rule, flag
 from hvdtrain.options.givenmodel import is_reference
 from hvdtrain.options.names import nearest
 from hvdtrain.options.requests import (
@@ -29,9 +28,12 @@ from hvdtrain.options.requests import (
 )
 from hvdtrain.options.sections import (
     AUGMENTATIONS,
+    DEFAULT_EPOCHS,
     LOSSES,
     OPTIMIZERS,
     RATE_SCHEDULES,
+    Rule,
+    flag,
     parse_emulate,
     smoothing_of,
 )

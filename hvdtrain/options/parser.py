@@ -18,9 +18,9 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from hvdtrain.errors import UsageError
 from hvdtrain.host import records
 from hvdtrain.options import requests
-from hvdtrain.options.fields import NO_RULE, Group, Rule
 from hvdtrain.options.givenmodel import beside
 from hvdtrain.options.names import folded, instead, nearest, unknown_key
+from hvdtrain.options.sections import NO_RULE, Group, Rule
 
 NARROWEST, WIDEST = 40, 100  # columns
 OPTION_COLUMNS = 30  # columns for the names of options

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from hvdtrain.device import Mark, host_like, is_queued, mark, stage_in, stage_out
 from hvdtrain.host.process import wait_until
 from hvdtrain.plan.cut import boundary
-from hvdtrain.plan.program import Task
+from hvdtrain.plan.schedule import Task
 from hvdtrain.plan.trace import Wait
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from hvdtrain.parallel.exchange import Boundaries, Exchange
 from hvdtrain.parallel.halves import Group
 from hvdtrain.parallel.stage import Images, Part
 from hvdtrain.plan.cut import COMMUNICATION
-from hvdtrain.plan.program import Key, Program, Task
+from hvdtrain.plan.schedule import Key, Program, Task
 from hvdtrain.plan.trace import Act, Event, StepMarks
 
 

@@ -5,9 +5,8 @@ from typing import Literal
 
 from hvdtrain.config import TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
-from hvdtrain.options.fields import about
 from hvdtrain.options.givenmodel import Model, ModelInConfig
-from hvdtrain.options.sections import Device, FixedPrecision, Seam
+from hvdtrain.options.sections import Device, FixedPrecision, Seam, about
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.options.fields import flag
+from hvdtrain.options.sections import flag
 from hvdtrain.setup import run
 from hvdtrain.setup.run import ABOUT, SetupOptions
 

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Literal
 
 from hvdtrain.errors import HvdtrainError, Interrupted, UsageError
-from hvdtrain.options.fields import about
+from hvdtrain.options.sections import about
 from hvdtrain.setup import build, environment, source, toolchain
 from hvdtrain.setup.environment import Pip
 

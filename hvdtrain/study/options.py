@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hvdtrain.errors import UsageError
 from hvdtrain.models import check_name
-from hvdtrain.options.fields import about, flag
+from hvdtrain.options.sections import about, flag
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.images import shown
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.counters import SLURM, Disturbance
-from hvdtrain.options.fields import Rule
 from hvdtrain.options.requests import Chosen, Mirrored, PlanFile, is_adaptive, parse_plan_request
-from hvdtrain.options.sections import SyncOptions, parse_emulate
+from hvdtrain.options.sections import Rule, SyncOptions, parse_emulate
 from hvdtrain.training import metrics
 from hvdtrain.training.metrics import METRICS, SUMMARY, Layout, Line, Summary
 

@@ -12,8 +12,7 @@ from torch import Tensor, from_numpy
 from hvdtrain.data import order
 from hvdtrain.data.augment import crop_flip
 from hvdtrain.data.index import Index, read_index
-from hvdtrain.data.loader import Loader
-from hvdtrain.data.order import Range, Rows
+from hvdtrain.data.order import Loader, Range, Rows
 from hvdtrain.data.shards import Batch as Stored
 from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.engine.feed import cache_bytes, normalisation

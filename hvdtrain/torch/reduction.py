@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hvdtrain.engine.control import stop_code
+from hvdtrain.engine.progress import stop_code
 from hvdtrain.host.process import StopRequest
 from hvdtrain.models.weights import COMPILED
 from hvdtrain.options.requests import NO_COMPRESSION, CompressRequest

@@ -18,14 +18,21 @@ from hvdtrain.checkpoint.restore import repair_records
 from hvdtrain.config import TrainConfig
 from hvdtrain.configfile import as_started, public
 from hvdtrain.data import order
-from hvdtrain.data.loader import Loader
-from hvdtrain.engine.control import Agreed, Flags, Stopped, Vitals, stop_code
+from hvdtrain.data.order import Loader
 from hvdtrain.engine.feed import Feed, Feeder, Request, requests, training_feeder, watched
-from hvdtrain.engine.progress import Stopwatch, learning_rate
+from hvdtrain.engine.progress import (
+    Agreed,
+    Flags,
+    Stopped,
+    Stopwatch,
+    Vitals,
+    learning_rate,
+    stop_code,
+)
 from hvdtrain.engine.session import PendingStep, Session, StepInput, StepOutcome
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
-from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
+from hvdtrain.health.heartbeat import Stragglers, groups_of_equal_work
 from hvdtrain.host import output
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.ownership import LAUNCHED, process_start, since_boot
@@ -35,14 +42,17 @@ from hvdtrain.training.console import Callbacks, Console
 from hvdtrain.training.metrics import summary_of_finished
 from hvdtrain.training.run import Run, open_run
 from hvdtrain.training.starts import NO_TENSORFLOW, check_seams
-from hvdtrain.training.steplog import (
+from hvdtrain.training.summary import (
     StepLog,
+    TrainResult,
     agreed_excess,
+    announce,
     check_memory,
     check_replicas,
     compare_fingerprints,
+    expectation_line,
+    summarise,
 )
-from hvdtrain.training.summary import TrainResult, announce, expectation_line, summarise
 from hvdtrain.world import World
 from hvdtrain.world import start as start_world
 from hvdtrain.world import stop as stop_world

@@ -22,7 +22,7 @@ from hvdtrain.host.records import as_csv
 from hvdtrain.options.givenmodel import Model
 from hvdtrain.options.names import nearest
 from hvdtrain.options.sections import CROSS_ENTROPY, smoothing_of
-from hvdtrain.plan.program import EVALUATION_IMAGES
+from hvdtrain.plan.schedule import EVALUATION_IMAGES
 from hvdtrain.training.run import Inputs
 from hvdtrain.use.trained import Trained, Which, read_config, trained_model
 

@@ -15,7 +15,7 @@ from hvdtrain.options.requests import DiLoCo, Elastic
 from hvdtrain.parallel.runtime import Runtime, Step
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, replicated
-from hvdtrain.plan.program import program_of
+from hvdtrain.plan.schedule import program_of
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names, run_step, runtime_of, whole_state
 from tests.mpi.plans import staged

@@ -10,7 +10,7 @@ from hvdtrain.check.plan import local_batch, random_batch
 from hvdtrain.parallel.runtime import Step
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, Stage
-from hvdtrain.plan.program import program_of
+from hvdtrain.plan.schedule import program_of
 from hvdtrain.world import World
 from tests.mpi.apart import (
     EPOCH,

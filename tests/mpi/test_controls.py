@@ -19,7 +19,7 @@ from hvdtrain.parallel import halves
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.program import Program, program_of
+from hvdtrain.plan.schedule import Program, program_of
 from hvdtrain.sync import collectives
 from hvdtrain.sync.collectives import HorovodCollectives
 from hvdtrain.sync.gradients import ReplicatedGradients

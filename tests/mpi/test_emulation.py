@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hvdtrain.emulate.emulation import Clock, DelayedCollectives, DelayedExchange, Hardware
+from hvdtrain.emulate import Clock, DelayedCollectives, DelayedExchange, Hardware
 from hvdtrain.planner.clusters import PRESETS
 from hvdtrain.sync.collectives import MPICollectives
 from hvdtrain.world import World, communicator_among

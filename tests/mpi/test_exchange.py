@@ -16,7 +16,7 @@ from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.exchange import Boundaries, Exchange, Form
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
-from hvdtrain.plan.program import Task, program
+from hvdtrain.plan.schedule import Task, program
 from hvdtrain.plan.trace import StepMarks
 from hvdtrain.world import World, process_set
 from tests.mpi.plans import PLANS

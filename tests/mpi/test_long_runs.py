@@ -22,7 +22,7 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.program import program
+from hvdtrain.plan.schedule import program
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, names, runtime_of, whole_state
 from tests.mpi.plans import PLANS

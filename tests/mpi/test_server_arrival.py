@@ -15,7 +15,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.parallel.runtime import Step
 from hvdtrain.plan.cut import Share, cut
 from hvdtrain.plan.plan import Plan, replicated
-from hvdtrain.plan.program import program_of
+from hvdtrain.plan.schedule import program_of
 from hvdtrain.sync.server import ArrivingUpdates, Push, PushedGradients, Server, Wire, Worker
 from hvdtrain.sync.states import Slice
 from hvdtrain.world import World, communicator_among, communicator_for

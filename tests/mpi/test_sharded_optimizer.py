@@ -22,7 +22,7 @@ from hvdtrain.parallel.runtime import Runtime, UpdateRule
 from hvdtrain.plan.cut import Share, cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.collectives import MPICollectives
-from hvdtrain.sync.sharded import ShardedGradients, SlicedSums
+from hvdtrain.sync.gradients import ShardedGradients, SlicedSums
 from hvdtrain.sync.states import States
 from hvdtrain.world import World, communicator_among
 from tests.mpi.common import components_of, names, run_step, runtime_of, whole_state

@@ -21,7 +21,7 @@ from hvdtrain.parallel.runtime import Runtime, Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, replicated
-from hvdtrain.plan.program import program
+from hvdtrain.plan.schedule import program
 from hvdtrain.world import World
 from tests.mpi.common import (
     CLASSES,

@@ -12,7 +12,7 @@ from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs.options import JobOptions
-from hvdtrain.options.fields import flag
+from hvdtrain.options.sections import flag
 from hvdtrain.planner.options import PlanConfig
 
 TRAIN = ["train", "--model", "cnn", "--data", "d"]

@@ -31,7 +31,12 @@ from hvdtrain.sync.collectives import (
     reduction_library,
 )
 from hvdtrain.sync.compress import make_sums
-from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
+from hvdtrain.sync.gradients import (
+    Gradients,
+    ReplicatedGradients,
+    SerialGradients,
+    ShardedGradients,
+)
 from hvdtrain.sync.local import (
     DiLoCoMeetings,
     ElasticMeetings,
@@ -41,7 +46,6 @@ from hvdtrain.sync.local import (
     SampleCount,
     SwitchedGradients,
 )
-from hvdtrain.sync.sharded import ShardedGradients
 from hvdtrain.sync.states import Replica, States
 from hvdtrain.world import World, start_horovod
 

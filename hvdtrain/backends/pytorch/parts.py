@@ -12,7 +12,6 @@ from hvdtrain import device as devices
 from hvdtrain import world as worlds
 from hvdtrain.backends.pytorch.agreement import open_groups, stage_gradients, stage_meetings
 from hvdtrain.config import TrainConfig
-from hvdtrain.emulate.components import sleep_in_updates
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models import call_users, find_function
 from hvdtrain.models.component import Component, build_component
@@ -235,7 +234,10 @@ def stage_optimizer(
         return None
     optimizer = make_optimizer(config, parameters, model.undecayed())
     check_state(config, parameters)
-    sleep_in_updates(optimizer, list(model.components.values()))
+    if config.emulate is not None:
+        from hvdtrain.emulate import sleep_in_updates  # loads the planner
+
+        sleep_in_updates(optimizer, list(model.components.values()))
     return optimizer
 
 

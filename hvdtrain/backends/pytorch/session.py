@@ -55,10 +55,10 @@ from hvdtrain.parallel.runtime import (
     restore_buffers,
 )
 from hvdtrain.parallel.stage import Part, StageModel
-from hvdtrain.plan import program, trace
+from hvdtrain.plan import schedule, trace
 from hvdtrain.plan.cut import COMPUTE, Cut, cut
 from hvdtrain.plan.plan import Plan, is_same_layout, moves
-from hvdtrain.plan.program import Program
+from hvdtrain.plan.schedule import Program
 from hvdtrain.plan.trace import StepMarks
 from hvdtrain.sync.gradients import all_finite
 from hvdtrain.world import World
@@ -215,15 +215,17 @@ class TorchSession(Session):
     def evaluation_images(self) -> int:
         # With a memory limit, the planner counted the memory of one training batch.
         is_limited = self.config.memory_gib is not None
-        return program.evaluation_images(self.plan, self.config.batch_size if is_limited else None)
+        return schedule.evaluation_images(
+            self.plan, self.config.batch_size if is_limited else None
+        )
 
     def cut(self, batch_size: int, is_training: bool) -> Cut:
         """Return how a global batch of this size is split among ranks and micro-batches."""
-        return cut(program.plan_for(self.plan, is_training), batch_size)
+        return cut(schedule.plan_for(self.plan, is_training), batch_size)
 
     def program(self, batch_size: int, is_training: bool) -> Program:
         """Return this rank's program for a global batch of this size."""
-        return program.program_of(self.plan, batch_size, self.world.rank, is_training)
+        return schedule.program_of(self.plan, batch_size, self.world.rank, is_training)
 
     def _next_program(self, batch_size: int, is_training: bool) -> Program:
         """Return the program to run next; under a memory limit, return freed memory before it.

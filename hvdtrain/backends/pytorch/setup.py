@@ -189,7 +189,7 @@ def _emulated(
     config: TrainConfig, components: list[Component], index: Index, world: World
 ) -> tuple[TrainConfig, list[Component], World]:
     """Return what the run of an emulated machine has in place of these. Collective."""
-    from hvdtrain.emulate.emulation import emulate  # loads the planner
+    from hvdtrain.emulate import emulate  # loads the planner
 
     def plan_of(parts: Sequence[Component]) -> Plan:
         return make_plan(config, parts, index.image_shape[0], world.size)

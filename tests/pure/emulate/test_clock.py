@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hvdtrain.emulate.emulation import Clock, Flight, Hardware
+from hvdtrain.emulate import Clock, Flight, Hardware
 from hvdtrain.planner.clusters import DEVICES, LINKS, PRESETS, Event
 
 

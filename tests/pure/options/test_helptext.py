@@ -10,8 +10,8 @@ from hvdtrain import cli
 from hvdtrain.cli import COMMANDS
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.options.fields import flag
 from hvdtrain.options.parser import Parser, add_config, add_dataclass, metavar
+from hvdtrain.options.sections import flag
 
 
 @pytest.fixture(autouse=True)

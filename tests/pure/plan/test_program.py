@@ -3,7 +3,7 @@ import pytest
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import Action, cut
 from hvdtrain.plan.plan import Plan, Stage
-from hvdtrain.plan.program import Lane, Program, program
+from hvdtrain.plan.schedule import Lane, Program, program
 
 
 def uneven() -> Plan:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.augment import crop_flip
 from hvdtrain.data.index import read_index
-from hvdtrain.data.loader import Loader
+from hvdtrain.data.order import Loader
 from hvdtrain.data.shards import Batch, Samples, open_split
 from hvdtrain.errors import DataError, UsageError
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.emulate.components import (
+from hvdtrain.emulate import (
     SCALE,
     EmulatedComponent,
     Work,

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvdtrain import emulate as emulations
 from hvdtrain import models
 from hvdtrain.config import TrainConfig
-from hvdtrain.emulate import emulation as emulations
-from hvdtrain.emulate.emulation import Clock, Emulation, Hardware
+from hvdtrain.emulate import Clock, Emulation, Hardware
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import build_component
 from hvdtrain.models.costs import component_costs

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvdtrain.errors import UsageError
-from hvdtrain.models.cnn import cnn
 from hvdtrain.models.component import parameter_count
+from hvdtrain.models.resnet import cnn
 
 
 def independent_forward(weights: dict[str, Tensor], images: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import replicated
-from hvdtrain.plan.program import program
+from hvdtrain.plan.schedule import program
 from hvdtrain.world import World
 from tests.late import LateEvent, LateStream, late_device
 

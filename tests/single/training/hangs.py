@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.engine.control import Control
 from hvdtrain.engine.feed import Feed, Feeder
+from hvdtrain.engine.progress import Control
 from hvdtrain.engine.session import StepOutcome
 from hvdtrain.health.heartbeat import Heartbeat
 

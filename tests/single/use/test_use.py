@@ -31,7 +31,7 @@ from hvdtrain import (
     train,
 )
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
-from hvdtrain.use import export as exporting
+from hvdtrain.use import trained as exporting
 from tests.conftest import program_environment
 
 CLASSES, STORED, SIZE = 7, 12, 8
@@ -271,7 +271,7 @@ def test_code_that_another_user_could_have_written_is_not_imported(
     module.parent.mkdir()
     package = module.with_name("__init__.py")
     package.write_text("from pathlib import Path\nPath('ran').touch()\n")
-    module.write_text("from hvdtrain.models.cnn import cnn as net\n")
+    module.write_text("from hvdtrain.models.resnet import cnn as net\n")
     paths = [str(path) for path in pictures[0][:2]]
     uses = [["evaluate", folder], ["predict", folder, *paths], ["export", folder, "net.onnx"]]
     commands = [[*map(str, words), "--which", "last"] for words in uses]

@@ -1,1 +1,0 @@
-"""Runs of the real runtime on ranks whose devices and links are modelled, not present."""
