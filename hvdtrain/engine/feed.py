@@ -27,7 +27,7 @@ from hvdtrain.data.shards import (
 from hvdtrain.data.writer import count_values, mean_and_std
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.activity import Activity
-from hvdtrain.models import call_users, find_function
+from hvdtrain.models.find import call_users, find_function
 from hvdtrain.options.sections import AUGMENTATIONS, smoothing_of
 from hvdtrain.world import World
 

@@ -22,7 +22,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.engine.session import Device, PendingStep, Spent, StepOutcome
 from hvdtrain.errors import DataError, Interrupted, Preempted, UsageError
 from hvdtrain.host.process import wait_until
-from hvdtrain.models import call_users, find_function
+from hvdtrain.models.find import call_users, find_function
 from hvdtrain.world import World
 
 LARGEST = 10**18  # bound on all counts

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
-from hvdtrain.models import call_users
+from hvdtrain.models.find import call_users
 
 IMAGE_CHANNELS = 3
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")

@@ -18,8 +18,8 @@ from torch.nn import functional
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import TargetForm
 from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
-from hvdtrain.models import find_function
 from hvdtrain.models.costs import Boundary
+from hvdtrain.models.find import find_function
 from hvdtrain.options.sections import smoothing_of
 
 Function = Callable[[Tensor, Tensor], Tensor]

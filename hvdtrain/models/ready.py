@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
-from hvdtrain import models
 from hvdtrain.errors import UsageError, one_line
+from hvdtrain.models import find
 from hvdtrain.models.component import (
     Component,
     as_components,
@@ -48,12 +48,12 @@ def components_of(
         UsageError: if the function fails, or its result is no model.
     """
     if isinstance(model, nn.Module):
-        models.refuse_patches(name, patch_size)
+        find.refuse_patches(name, patch_size)
         return [Component(WHOLE, CopyOf(model))]
     if not callable(model):
-        models.refuse_patches(name, patch_size)
+        find.refuse_patches(name, patch_size)
         return as_components(name, model)
-    build = partial(models.call, name, model, classes, image_size, patch_size)
+    build = partial(find.call, name, model, classes, image_size, patch_size)
     # A function may build modules at once, as the argument of `cut`: all ranks draw the same.
     with isolated(component_seed(seed, name), "cpu"):
         returned = build()

@@ -16,7 +16,7 @@ from hvdtrain.engine.folders import RunFolder
 from hvdtrain.errors import UsageError
 from hvdtrain.health import failure
 from hvdtrain.host import alert, output
-from hvdtrain.models import find_function
+from hvdtrain.models.find import find_function
 from hvdtrain.plan.plan import Plan
 from hvdtrain.training.metrics import Records
 from hvdtrain.world import World

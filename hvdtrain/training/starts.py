@@ -24,7 +24,7 @@ from hvdtrain.health.failure import start_patience
 from hvdtrain.host import alert, files, records
 from hvdtrain.host.ownership import LAUNCH, LAUNCHED, process_start, since_boot
 from hvdtrain.launch import RanksStop
-from hvdtrain.models import find_function
+from hvdtrain.models.find import find_function
 from hvdtrain.options import requests
 from hvdtrain.options.givenmodel import SEAMS, is_reference
 from hvdtrain.options.requests import Chosen, check_one_rank

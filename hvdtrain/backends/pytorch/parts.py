@@ -13,8 +13,8 @@ from hvdtrain import world as worlds
 from hvdtrain.backends.pytorch.agreement import open_groups, stage_gradients, stage_meetings
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
-from hvdtrain.models import call_users, find_function
 from hvdtrain.models.component import Component, build_component
+from hvdtrain.models.find import call_users, find_function
 from hvdtrain.options.requests import Server as ServerRequest
 from hvdtrain.options.sections import OPTIMIZERS
 from hvdtrain.parallel.batchnorm import synchronise

@@ -14,6 +14,7 @@ from hvdtrain.data import order
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.keras.optimizer import sums
 from hvdtrain.keras.ranks import is_float
+from hvdtrain.models import find
 from hvdtrain.options.sections import is_exempt, smoothing_of
 from hvdtrain.world import World
 
@@ -38,8 +39,8 @@ def build_model(config: TrainConfig, classes: int, image_size: int) -> keras.Mod
                 f"--framework tensorflow has no model {config.model}: use cnn, or "
                 "package.module:function for your own Keras model"
             )
-        function = models.find_function(config.model)
-        model = models.call(config.model, function, classes, image_size, config.patch_size)
+        function = find.find_function(config.model)
+        model = find.call(config.model, function, classes, image_size, config.patch_size)
     return checked(config.model, model, classes, image_size)
 
 

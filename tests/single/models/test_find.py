@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import models
 from hvdtrain.errors import UsageError
-from hvdtrain.models import components
+from hvdtrain.models import components, find
 
 ROOT = Path(__file__).parents[3]
 PREAMBLE = "from torch import nn\nfrom hvdtrain.models.component import Component\n"
@@ -17,7 +16,7 @@ PREAMBLE = "from torch import nn\nfrom hvdtrain.models.component import Componen
 def in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    models._import_module.cache_clear()
+    find._import_module.cache_clear()
     for name in ("own", "package", "package.own"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 

@@ -26,11 +26,11 @@ from hvdtrain import (
     evaluate,
     export,
     load,
-    models,
     predict,
     train,
 )
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
+from hvdtrain.models import find
 from hvdtrain.use import trained as exporting
 from tests.conftest import program_environment
 
@@ -262,7 +262,7 @@ def test_code_that_another_user_could_have_written_is_not_imported(
     def forget() -> None:
         for name in ("strange_models.net", "strange_models"):
             del sys.modules[name]
-        models._import_module.cache_clear()
+        find._import_module.cache_clear()
 
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(run.run, tmp_path / "strange" / "run")
