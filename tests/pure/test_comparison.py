@@ -32,7 +32,7 @@ def disturb(monkeypatch: pytest.MonkeyPatch, rounds: tuple[int, ...]) -> None:
     def disturbance(loads: list[Load]) -> Disturbance:
         return Disturbance(2, float(next(numbers) in rounds), 0.0, 0.0)
 
-    monkeypatch.setattr(comparison.load, "disturbance", disturbance)
+    monkeypatch.setattr(comparison.counters, "disturbance", disturbance)
 
 
 def sides(first: list[float], second: list[float]) -> dict[str, Callable[[int], float]]:
