@@ -29,7 +29,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
 NOT_IN_RESULT = frozenset(
     item.name for item in fields(TrainConfig) if Rule.NO_RESULT in item.metadata["rule"]
 )
-# What a run of a version without an option did, unless `older.completed` knows better.
+# What a run of a version without an option did, unless `names.completed` knows better.
 DEFAULTS = {item.name: item.default for item in fields(TrainConfig) if item.default is not MISSING}
 TYPES = get_type_hints(TrainConfig)
 SCALAR = str | int | float | bool | None

@@ -347,9 +347,9 @@ class Session(ABC):
     def train(self, step: StepInput) -> PendingStep:
         """Start one step of all ranks. Collective.
 
-        In PyTorch (`hvdtrain.backends.pytorch.session`): `plan.program.program_of` gives this
-        rank's actions, `parallel.runtime.Runtime` runs them, with `parallel.step.update` in each
-        STEP, between calls of `sync.apart.Meetings`. In TensorFlow: `KerasSession`.
+        In PyTorch (`hvdtrain.backends.pytorch.session`): `plan.schedule.program_of` gives this
+        rank's actions, `parallel.runtime.Runtime` runs them, with `parallel.runtime.update` in
+        each STEP, between calls of `sync.local.Meetings`. In TensorFlow: `KerasSession`.
         """
 
     @abstractmethod

@@ -101,7 +101,7 @@ def need(folder: Path, interval: float, most_core_hours: float | None) -> Need:
     No repeats are added while any of its runs is waiting or running.
 
     Raises:
-        UsageError, DataError: as `record.active`.
+        UsageError, DataError: as `watch.active`.
     """
     runs = sorted(folder.glob("*-seed=*")) if folder.is_dir() else []
     counts = {name: max(count, LEAST) for name, count in Counter(map(size_name, runs)).items()}

@@ -378,7 +378,7 @@ def add_config(parser: ArgumentParser) -> None:
 
 
 def add_dataclass(parser: ArgumentParser, owner: type, heading: str = "") -> None:
-    """Add one option for each field of a dataclass, described by its metadata (`fields.about`).
+    """Add one option for each field of a dataclass, described by its metadata (`sections.about`).
 
     Args:
         heading: heading for the fields that name none; without one they are listed among the

@@ -492,7 +492,7 @@ def _startable(progress: _Progress, now: int) -> Iterator[Action]:
 
 
 def _is_ready(progress: _Progress, stage: int, kind: str, k: int, now: int) -> bool:
-    """Return whether the inputs of an action are there, as `actions.inputs` has them."""
+    """Return whether the inputs of an action are there, as `cut.inputs` has them."""
     if kind == "F":
         return stage == 0 or progress.has_ended("F", stage - 1, k, now)
     if kind == "W":

@@ -67,44 +67,15 @@ def build_runtime(
     Args:
         before: the runtime of the previous plan, which the new one replaces; it must not be used
             any more.
+
+    Raises:
+        UsageError: if no rank has anything to train.
     """
     device = images.device
     exchange = before.exchange if before else None
     if exchange is None and world.communicator is not None:
         exchange = machine_of(world).exchange(world, device)
     parts = build_parts(config, plan, components, world, exchange, device)
-    _make_ready(config, plan, parts, world, device)
-    forms = probe_forms(plan, parts, image_size, config, world, device)
-    find_states(config, plan, parts, components, forms, world, device)
-    if plan.splits_backward:
-        by_name = {part.name: part for part in components}
-        for number, part in parts.items():
-            example = forms[number].empty(ROWS, device).zero_()
-            part.is_whole = packs_saved_tensors(config, part.model, by_name, example)
-    settings = Settings(
-        images=images,
-        autocast=AUTOCAST.get(config.precision),
-        rule=_rule(config, plan, device),
-        loss=loss_of(config),
-        draws=_draws(config, parts),
-    )
-    boundaries = Boundaries(world.rank, forms[1:], exchange, device)
-    observer = before.observer if before else _observer(config, world)
-    return Runtime(settings, parts, boundaries, observer)
-
-
-def _make_ready(
-    config: TrainConfig,
-    plan: Plan,
-    parts: Mapping[int, Part],
-    world: World,
-    device: torch.device,
-) -> None:
-    """Check that there are parameters, load what backward needs, attach clocks. Collective.
-
-    Raises:
-        UsageError: if no rank has anything to train.
-    """
     if not any(world.gather(any(part.parameters for part in parts.values()))):
         raise UsageError(f"model {config.model} has no trainable parameters: give another --model")
     if any(number < plan.last for number in parts):
@@ -114,27 +85,20 @@ def _make_ready(
     if config.is_adaptive and world.size > 1:
         for part in parts.values():
             part.model.clock = ComponentClock(partial(devices.mark, device))
-
-
-def _draws(config: TrainConfig, parts: Mapping[int, Part]) -> Draws:
-    """Return the random draws of dropout: by sample, unless components are compiled."""
-    draws = Draws()
-    if not config.compile:
-        for part in parts.values():
-            for name, component in part.model.components.items():
-                follow_samples(name, component, draws)
-    return draws
-
-
-def _observer(config: TrainConfig, world: World) -> Observer:
-    activity = Activity(*notes(world.rank), patience(config), stalled)
-    return Observer(activity, [] if config.trace is not None else None)
-
-
-def _rule(config: TrainConfig, plan: Plan, device: torch.device) -> UpdateRule:
+    forms = probe_forms(plan, parts, image_size, config, world, device)
+    find_states(config, plan, parts, components, forms, world, device)
+    if plan.splits_backward:
+        by_name = {part.name: part for part in components}
+        for number, part in parts.items():
+            example = forms[number].empty(ROWS, device).zero_()
+            part.is_whole = packs_saved_tensors(config, part.model, by_name, example)
+    draws = Draws()  # of dropout: by sample, unless components are compiled
+    for part in parts.values() if not config.compile else ():
+        for name, component in part.model.components.items():
+            follow_samples(name, component, draws)
     bad = config.bad_step
     skips = bad.skips or config.precision == "fp16"
-    return UpdateRule(
+    rule = UpdateRule(
         config.clip_norm,
         bad.limit,
         skips=skips,
@@ -145,6 +109,14 @@ def _rule(config: TrainConfig, plan: Plan, device: torch.device) -> UpdateRule:
         and config.optimizer in ("sgd", "adam", "adamw")
         and (config.clip_norm is None or plan.last == 0),
     )
+    autocast = AUTOCAST.get(config.precision)
+    settings = Settings(images, autocast, rule, loss_of(config), draws)
+    boundaries = Boundaries(world.rank, forms[1:], exchange, device)
+    if before is not None:
+        return Runtime(settings, parts, boundaries, before.observer)
+    activity = Activity(*notes(world.rank), patience(config), stalled)
+    observer = Observer(activity, [] if config.trace is not None else None)
+    return Runtime(settings, parts, boundaries, observer)
 
 
 def find_states(
@@ -170,11 +142,16 @@ def find_states(
         for number, part in parts.items()
     }
     everywhere = world.gather(tried)
+    recomputed = recomputed_components(config.recompute, list(by_name))
     for number, stage in enumerate(plan.stages):
         replicas = [everywhere[rank][number] for rank in stage.ranks]
-        _check_recomputed(
-            config, list(by_name), set().union(*(replica.altered for replica in replicas))
-        )
+        for name in sorted(set().union(*(replica.altered for replica in replicas))):
+            owner = next(candidate for candidate in by_name if name.startswith(f"{candidate}."))
+            if owner in recomputed:
+                raise UsageError(
+                    f"--recompute runs {owner} twice per step, and each run changes its buffer "
+                    f"{name}: remove {owner} from --recompute"
+                )
         if number in parts:
             names = (replica.changing for replica in replicas)
             parts[number].model.changing = frozenset[str]().union(*names)
@@ -191,17 +168,6 @@ class Tried:
 
     changing: set[str] = field(default_factory=set)
     altered: set[str] = field(default_factory=set)
-
-
-def _check_recomputed(config: TrainConfig, names: list[str], altered: set[str]) -> None:
-    recomputed = recomputed_components(config.recompute, names)
-    for name in sorted(altered):
-        owner = next(candidate for candidate in names if name.startswith(f"{candidate}."))
-        if owner in recomputed:
-            raise UsageError(
-                f"--recompute runs {owner} twice per step, and each run changes its buffer "
-                f"{name}: remove {owner} from --recompute"
-            )
 
 
 def try_buffers(

@@ -1,7 +1,6 @@
 """Construction of one rank's stages of a plan: modules, gradients, optimizers, boundaries."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from inspect import unwrap
 from typing import Any, TypeVar, cast
 
@@ -21,8 +20,8 @@ from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.exchange import Exchange, Form, to_channels_last
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan, recomputed_components
-from hvdtrain.sync.collectives import Alone, Collectives, MPICollectives
-from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
+from hvdtrain.sync.collectives import Alone, MPICollectives
+from hvdtrain.sync.gradients import Gradients, ReplicatedGradients
 from hvdtrain.sync.local import SampleCount
 from hvdtrain.sync.server import (
     ArrivingUpdates,
@@ -39,7 +38,7 @@ from hvdtrain.sync.server import (
     rate_by_delay,
     rate_by_share,
 )
-from hvdtrain.sync.states import Slice, States, slices_of
+from hvdtrain.sync.states import States, slices_of
 from hvdtrain.world import World
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
@@ -170,8 +169,7 @@ def build_parts(
     if isinstance(config.sync_request, ServerRequest):
         # Each rank builds the only stage; servers lose what they do not hold.
         models = _models(config, plan, components, plan.stages[0].ranks[0], device)
-        optimizer = partial(stage_optimizer, config)
-        return {0: served_part(config, config.sync_request, models[0], world, optimizer)}
+        return {0: served_part(config, config.sync_request, models[0], world)}
     models = _models(config, plan, components, world.rank, device)
     synchronised = _synchronise(config, plan, models, exchange)
     groups = open_groups(config, plan, models, world, device)
@@ -188,20 +186,6 @@ def build_parts(
         )
         part.meetings = stage_meetings(config, part, group, trained)
     return parts
-
-
-def build_parts_alone(
-    config: TrainConfig,
-    plan: Plan,
-    components: Sequence[Component],
-    rank: int,
-    device: torch.device,
-) -> dict[int, Part]:
-    """Return the parts that `rank` would hold, by stage number, without communication."""
-    return {
-        number: Part(model, SerialGradients(model.parameters()), stage_optimizer(config, model))
-        for number, model in _models(config, plan, components, rank, device).items()
-    }
 
 
 def _models(
@@ -334,15 +318,8 @@ def _synchronise(
     return frozenset(synchronised)
 
 
-MakeOptimizer = Callable[[StageModel], torch.optim.Optimizer | None]
-
-
 def served_part(
-    config: TrainConfig,
-    request: ServerRequest,
-    model: StageModel,
-    world: World,
-    make_optimizer: MakeOptimizer,
+    config: TrainConfig, request: ServerRequest, model: StageModel, world: World
 ) -> Part:
     """Return this rank's part. Collective.
 
@@ -353,7 +330,13 @@ def served_part(
         UsageError: if there are more servers than parameters.
     """
     workers = config.workers_of(world.size)
-    slices = _slices(model.parameters(), request.servers)
+    parameters = model.parameters()
+    if len(parameters) < request.servers:
+        raise UsageError(
+            f"--sync server,servers={request.servers}: servers hold whole parameters, but the "
+            f"model has only {len(parameters)}: use at most servers={max(1, len(parameters))}"
+        )
+    slices = slices_of(parameters, request.servers)
     everyone, training = tuple(range(world.size)), tuple(range(workers))
     worlds.communicator_among(everyone)
     worlds.communicator_among(training)
@@ -361,50 +344,19 @@ def served_part(
     if world.rank >= workers:
         held = slices[world.rank - workers]
         keep_only(model.components, held.named)
-        return _server_part(request, model, held, wire, workers, make_optimizer)
+        own_optimizer = stage_optimizer(config, model)
+        assert own_optimizer is not None, "a server has a parameter"
+        served = ServedGradients(model.parameters())
+        part = Part(model, served, own_optimizer, is_first_replica=False)
+        updates: Updates
+        if request.staleness == 0:
+            updates = SummedUpdates(held, own_optimizer, workers)
+        else:
+            rate_of = rate_by_delay if request.staleness is None else rate_by_share
+            updates = ArrivingUpdates(held, own_optimizer, rate_of)
+        part.meetings = Server(held, updates, wire, workers, request.staleness)
+        return part
     group = MPICollectives(training, world.rank, "workers") if workers > 1 else Alone()
-    return _worker_part(request, model, slices, wire, everyone[workers:], group)
-
-
-def _slices(parameters: Mapping[str, nn.Parameter], servers: int) -> list[Slice]:
-    if len(parameters) < servers:
-        raise UsageError(
-            f"--sync server,servers={servers}: servers hold whole parameters, but the model has "
-            f"only {len(parameters)}: use at most servers={max(1, len(parameters))}"
-        )
-    return slices_of(parameters, servers)
-
-
-def _server_part(
-    request: ServerRequest,
-    model: StageModel,
-    held: Slice,
-    wire: Wire,
-    workers: int,
-    make_optimizer: MakeOptimizer,
-) -> Part:
-    optimizer = make_optimizer(model)
-    assert optimizer is not None, "a server has a parameter"
-    gradients = ServedGradients(model.parameters())
-    part = Part(model, gradients, optimizer, is_first_replica=False)
-    updates: Updates
-    if request.staleness == 0:
-        updates = SummedUpdates(held, optimizer, workers)
-    else:
-        rate_of = rate_by_delay if request.staleness is None else rate_by_share
-        updates = ArrivingUpdates(held, optimizer, rate_of)
-    part.meetings = Server(held, updates, wire, workers, request.staleness)
-    return part
-
-
-def _worker_part(
-    request: ServerRequest,
-    model: StageModel,
-    slices: list[Slice],
-    wire: Wire,
-    servers: tuple[int, ...],
-    group: Collectives,
-) -> Part:
     states = States(model.states, model.put)
     shared: Gradients | None = None
     statistics: AveragedStatistics | None = None
@@ -412,7 +364,9 @@ def _worker_part(
         shared = ReplicatedGradients({}, model.statistics(), states, group)
     else:
         statistics = AveragedStatistics(model.statistics(), states, group)
-    gradients = PushedGradients(model.parameters(), shared)
-    meetings = Worker(gradients, slices, servers, wire, group.size, request.staleness, statistics)
+    gradients = PushedGradients(parameters, shared)
+    meetings = Worker(
+        gradients, slices, everyone[workers:], wire, group.size, request.staleness, statistics
+    )
     optimizer = PushOptimizer(gradients.parameters, meetings.push)
     return Part(model, gradients, optimizer, meetings, is_first_replica=group.place == 0)

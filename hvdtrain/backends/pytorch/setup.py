@@ -123,14 +123,27 @@ def open_session(
     normal = normalisation(config.normalise, index, train_rows, world)
     components = _started(config, components, index, train_rows, normal, world)
     mark("data")
-    plan = _agreed_plan(config, components, index, len(train_rows), world)
-    images = _images(config, normal, world)
-    chosen = None
+    plan: Plan | None = None
+    if world.rank == 0:  # the others do not load what the checks need
+        boundaries = check_components(components, config, index)
+        if isinstance(config.plan_request, Chosen):
+            check_choice(config, components)
+        else:
+            plan = make_plan(config, components, index.image_shape[0], world.size)
+            check_batches(config, plan, components, boundaries, len(train_rows))
+        if config.trace is not None:
+            check_target(config.trace, "--trace")
+    plan = world.broadcast(plan)
+    device = choose_device(config.device, world)
+    choose_algorithms(config.precision, config.deterministic)
+    if config.compile:
+        check_compiler(device)
+    images, chosen = Images(*normal, device, config.precision), None
     if plan is None:
         chosen = _choose(config, components, index, images, len(train_rows), world)
         plan = chosen.plan
     mark("plan")
-    splits = _opened(config, plan, index, images, normal[0], world)
+    splits = _opened(config, plan, index, images, world)
     trial = Trial(config, components, index, splits, train_rows, normal, images, world)
     if chosen is not None:
         chosen = _without_wrong_halves(trial, chosen, checks)
@@ -198,12 +211,7 @@ def _emulated(
 
 
 def _opened(
-    config: TrainConfig,
-    plan: Plan,
-    index: Index,
-    images: Images,
-    mean: Sequence[float],
-    world: World,
+    config: TrainConfig, plan: Plan, index: Index, images: Images, world: World
 ) -> dict[str, Samples]:
     """Return the splits by name, opened by ranks that read them; move images to the device.
 
@@ -310,43 +318,6 @@ def _without_wrong_halves(trial: Trial, chosen: "Choice", checks: Checks) -> "Ch
     if not fault:
         return chosen
     return choose.without_split_backward(chosen, f"zb-h1 is not used, because {fault}: using 1f1b")
-
-
-def _images(config: TrainConfig, normal: Normalisation, world: World) -> Images:
-    """Return what prepares images on this rank's device; set its algorithms."""
-    device = choose_device(config.device, world)
-    choose_algorithms(config.precision, config.deterministic)
-    if config.compile:
-        check_compiler(device)
-    return Images(*normal, device, config.precision)
-
-
-def _agreed_plan(
-    config: TrainConfig,
-    components: Sequence[Component],
-    index: Index,
-    epoch_length: int,
-    world: World,
-) -> Plan | None:
-    """Return the plan of --plan, checked by rank 0; None if it will be chosen. Collective.
-
-    Only rank 0 checks, so that the other ranks do not load what the checks need.
-
-    Raises:
-        UsageError: if model and images, or model, plan and ranks do not fit.
-    """
-    plan = None
-    if world.rank == 0:
-        boundaries = check_components(components, config, index)
-        if isinstance(config.plan_request, Chosen):
-            check_choice(config, components)
-        else:
-            plan = make_plan(config, components, index.image_shape[0], world.size)
-            check_batches(config, plan, components, boundaries, epoch_length)
-        if config.trace is not None:
-            check_target(config.trace, "--trace")
-    agreed: Plan | None = world.broadcast(plan)
-    return agreed
 
 
 def make_plan(
