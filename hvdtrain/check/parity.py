@@ -268,17 +268,8 @@ class SerialRun:
         _keep(parity.parameters, gradient_errors(gradients, serial.gradients))
         for name, value in serial.buffers.items():
             _keep(parity.buffers, largest_errors(done.tensors, {name: value}))
-        _keep(parity.updates, self._update_errors(batch.rate, gradients, done.tensors, before))
-
-    def _update_errors(
-        self,
-        rate: float,
-        gradients: Mapping[str, Tensor],
-        after: Mapping[str, Tensor],
-        before: Mapping[str, Tensor],
-    ) -> dict[str, float]:
-        """Return the errors of the ranks' updates, against torch's with the same gradients."""
-        set_learning_rate(self.optimizer, rate)
+        # The ranks' updates, against torch's with the same gradients.
+        set_learning_rate(self.optimizer, batch.rate)
         parameters = self.reference.parameters
         for name, parameter in parameters.items():
             parameter.grad = gradients[name].to(parameter)
@@ -287,10 +278,10 @@ class SerialRun:
         for name, parameter in parameters.items():
             parameter.grad = None
             expected[name] = difference(parameter.detach(), before[name])
-            error = difference(after[name], parameter.detach())
+            error = difference(done.tensors[name], parameter.detach())
             rounding = ROUNDINGS * torch.finfo(parameter.dtype).eps * before[name].abs()
             actual[name] = expected[name] + _beyond(error, rounding)
-        return largest_errors(actual, expected)
+        _keep(parity.updates, largest_errors(actual, expected))
 
 
 def built_plainly(component: Component, seed: int) -> nn.Module:

@@ -53,30 +53,6 @@ def write(
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror}") from None
     pictures = plots.draw(all_series, folder) if all_series else {}
-    text = as_markdown(all_series, results, [*left_out, *without], pictures, wanted, pairs)
-    contents = {
-        "report.md": text,
-        "report.html": page(text, folder),
-        "tables.tex": latex_tables(all_series),
-        "runs.csv": runs_csv(results),
-        "sizes.csv": sizes_csv(all_series, sections.counts_shown(results)),
-    }
-    if pairs is not None:
-        contents["comparison.csv"] = sections.pairs_csv(pairs)
-    for name, content in contents.items():
-        files.write_text(folder / name, content, "the report", DataError)
-    return folder / "report.md"
-
-
-def as_markdown(
-    all_series: Sequence[Series],
-    results: Sequence[Result],
-    left_out: Sequence[str],
-    pictures: dict[str, str],
-    wanted: ReportOptions,
-    pairs: Sequence[sections.Pair] | None,
-) -> str:
-    """Return the text of the report."""
     parts = ["# Scaling report", origin(results)]
     parts += [_section(series, wanted) for series in all_series]
     if not all_series:
@@ -93,9 +69,21 @@ def as_markdown(
         parts.append(f"```bibtex\n{sections.BIBTEX}\n```")
     if lines := _disturbed(all_series):
         parts += ["## Disturbed runs", DISTURBED, _list(lines)]
-    if left_out:
-        parts += ["## Left out", _list(left_out)]
-    return "\n\n".join(parts) + "\n"
+    if left_out or without:
+        parts += ["## Left out", _list([*left_out, *without])]
+    text = "\n\n".join(parts) + "\n"
+    contents = {
+        "report.md": text,
+        "report.html": page(text, folder),
+        "tables.tex": latex_tables(all_series),
+        "runs.csv": runs_csv(results),
+        "sizes.csv": sizes_csv(all_series, sections.counts_shown(results)),
+    }
+    if pairs is not None:
+        contents["comparison.csv"] = sections.pairs_csv(pairs)
+    for name, content in contents.items():
+        files.write_text(folder / name, content, "the report", DataError)
+    return folder / "report.md"
 
 
 def _disturbed(all_series: Sequence[Series]) -> list[str]:

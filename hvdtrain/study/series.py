@@ -213,46 +213,37 @@ def _all_series(
     """
     serial_keys = {(float(run.batch_size), run.threads) for run in serial}
     shared = serial_keys & {(_batch(run, scaling), run.threads) for run in parallel}
-    return [_series(plan, scaling, key, serial, parallel) for key in sorted(shared)]
+    all_series = []
+    for batch, threads in sorted(shared):
+        base = [run for run in serial if (run.batch_size, run.threads) == (batch, threads)]
+        by_threads: dict[int, list[Result]] = defaultdict(list)
+        for run in serial:
+            if run.batch_size == batch:
+                by_threads[run.threads].append(run)
+        best = max(by_threads.values(), key=lambda runs: np.median(_rates(runs)))
+        by_ranks: dict[int, list[Result]] = defaultdict(list, {1: base})
+        for run in parallel:
+            if (_batch(run, scaling), run.threads) == (batch, threads):
+                by_ranks[run.ranks].append(run)
+        sizes = tuple(_size(by_ranks[ranks], base, best, scaling) for ranks in sorted(by_ranks))
+        series = Series(
+            model=base[0].model,
+            plan=plan,
+            scaling=scaling,
+            batch_size=round(batch),
+            framework=str(base[0].settings.get("framework", "torch")),
+            precision=str(base[0].settings.get("precision", "fp32")),
+            best_serial=tuple(best),
+            sizes=sizes,
+            agreement=sizes[-1].runs[0].agreement,
+            laws=compare({size.ranks: _rates(size.runs) for size in sizes}, scaling),
+        )
+        all_series.append(series)
+    return all_series
 
 
 def _batch(run: Result, scaling: Scaling) -> float:
     return run.batch_size if scaling == "strong" else run.batch_size / run.ranks
-
-
-def _series(
-    plan: str,
-    scaling: Scaling,
-    key: tuple[float, int],
-    serial: Sequence[Result],
-    parallel: Sequence[Result],
-) -> Series:
-    """Return the series of a `key`: batch (global or per rank) and number of threads."""
-    base = [run for run in serial if (run.batch_size, run.threads) == key]
-    same_batch = [run for run in serial if run.batch_size == key[0]]
-    by_threads: dict[int, list[Result]] = defaultdict(list)
-    for run in same_batch:
-        by_threads[run.threads].append(run)
-    best = max(by_threads.values(), key=lambda runs: np.median(_rates(runs)))
-    by_ranks: dict[int, list[Result]] = defaultdict(list)
-    by_ranks[1] = base
-    for run in parallel:
-        if (_batch(run, scaling), run.threads) == key:
-            by_ranks[run.ranks].append(run)
-    sizes = tuple(_size(by_ranks[ranks], base, best, scaling) for ranks in sorted(by_ranks))
-    rates = {size.ranks: _rates(size.runs) for size in sizes}
-    return Series(
-        model=base[0].model,
-        plan=plan,
-        scaling=scaling,
-        batch_size=round(key[0]),
-        framework=str(base[0].settings.get("framework", "torch")),
-        precision=str(base[0].settings.get("precision", "fp32")),
-        best_serial=tuple(best),
-        sizes=sizes,
-        agreement=sizes[-1].runs[0].agreement,
-        laws=compare(rates, scaling),
-    )
 
 
 def _size(
