@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "shards",
     "Index": "index",
-    "Loader": "loader",
+    "Loader": "order",
     "Samples": "shards",
     "crop_flip": "augment",
     "decode": "images",

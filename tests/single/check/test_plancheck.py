@@ -15,7 +15,6 @@ from hvdtrain import cli
 from hvdtrain.backends.pytorch import build, parts
 from hvdtrain.models.losses import cross_entropy
 from hvdtrain.parallel import runtime as runtimes
-from hvdtrain.parallel import runtime as updates
 from hvdtrain.parallel.runtime import Runtime, Settings
 from hvdtrain.sync.gradients import SerialGradients
 
@@ -34,9 +33,11 @@ def check(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
 
 
 def no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = runtimes.update
+
     def left_out(rule: Any, stage: int, parts: Any, exchange: Any, step: Any) -> None:
         whole, parts[stage].optimizer = parts[stage].optimizer, None
-        updates.update(rule, stage, parts, exchange, step)
+        update(rule, stage, parts, exchange, step)
         parts[stage].optimizer = whole
 
     monkeypatch.setattr(runtimes, "update", left_out)
@@ -64,7 +65,7 @@ def decay_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "clip_gradients", lambda *_: None)
+    monkeypatch.setattr(runtimes, "clip_gradients", lambda *_: None)
 
 
 def no_label_smoothing(monkeypatch: pytest.MonkeyPatch) -> None:
