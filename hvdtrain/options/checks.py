@@ -127,8 +127,19 @@ def _check_length(values: Mapping[str, Any]) -> None:
         raise UsageError(
             f"--warmup-epochs {warmup} is more than --epochs {epochs}: give at most {epochs}"
         )
-    if epochs is not None and not values["resume"]:  # a run of an older version may resume
-        _check_schedules(values, epochs)
+    if epochs is None or values["resume"]:  # a run of an older version may resume
+        return
+    every, unit = interval(values["checkpoint_every"])
+    for option, number, others in (
+        ("--eval-every", values["eval_every"], ", or 0 to never evaluate"),
+        ("--checkpoint-every", every if unit == "epoch" else 0, ""),
+    ):
+        if number > epochs:
+            value = f"{number:g} epochs" if option == "--checkpoint-every" else number
+            raise UsageError(
+                f"{option} {value} is more than --epochs {epochs}: give {epochs}, which is once "
+                f"at the end, or less{others}"
+            )
 
 
 def _check_seams(values: Mapping[str, Any]) -> None:
@@ -144,21 +155,6 @@ def _check_seams(values: Mapping[str, Any]) -> None:
     for reference in values["callback"] or ():
         if ":" not in reference:
             raise UsageError(f"--callback {reference} is not known: use package.module:Class")
-
-
-def _check_schedules(values: Mapping[str, Any], epochs: int) -> None:
-    """Refuse intervals in epochs that are longer than the run."""
-    every, unit = interval(values["checkpoint_every"])
-    for option, number, others in (
-        ("--eval-every", values["eval_every"], ", or 0 to never evaluate"),
-        ("--checkpoint-every", every if unit == "epoch" else 0, ""),
-    ):
-        if number > epochs:
-            value = f"{number:g} epochs" if option == "--checkpoint-every" else number
-            raise UsageError(
-                f"{option} {value} is more than --epochs {epochs}: give {epochs}, which is once "
-                f"at the end, or less{others}"
-            )
 
 
 def _check_framework(options: Sequence[Field[Any]], values: Mapping[str, Any]) -> None:

@@ -116,11 +116,26 @@ def parse_plan_request(text: str | None) -> PlanRequest:
         return NAMES[text]
     word = text.partition(":")[0]
     if text.startswith("hp:"):
-        return _pipeline(text)
+        match = re.fullmatch(r"hp:(\d{1,6})x(\d{1,6})", text)
+        if not match or not int(match[1]) or not int(match[2]):
+            raise UsageError(
+                f"--plan {text} is not valid: use hp:SxR, S stages of R replicas each, such as "
+                "hp:2x2"
+            )
+        return Pipeline(int(match[1]), int(match[2]))
     if word == "mirrored":
-        return _mirrored(text)
+        match = re.fullmatch(r"mirrored(?::(\d{1,6}))?", text)
+        if match is None or (match[1] is not None and int(match[1]) == 0):
+            raise UsageError(
+                f"--plan {text} is not known: write mirrored:N for N devices, such as mirrored:2"
+            )
+        return Mirrored(int(match[1]) if match[1] else None)
     if word in ("auto", "adaptive"):
-        return _chosen(text)
+        limit = text.partition(":")[2]
+        gib = number(limit[:-3]) if limit.lower().endswith("gib") else math.nan
+        if not 0 < gib < math.inf:
+            raise UsageError(f"--plan {text} is not valid: write {word}:XGiB for X GiB per rank")
+        return Chosen(word == "adaptive", gib)
     return PlanFile(text)
 
 
@@ -138,32 +153,6 @@ def check_one_rank(text: str | None, ranks: int) -> None:
 def is_adaptive(request: PlanRequest) -> bool:
     """Return whether the plan may change during training."""
     return isinstance(request, Chosen) and request.is_adaptive
-
-
-def _chosen(text: str) -> Chosen:
-    word, _, limit = text.partition(":")
-    gib = number(limit[:-3]) if limit.lower().endswith("gib") else math.nan
-    if not 0 < gib < math.inf:
-        raise UsageError(f"--plan {text} is not valid: write {word}:XGiB for X GiB per rank")
-    return Chosen(word == "adaptive", gib)
-
-
-def _pipeline(text: str) -> Pipeline:
-    match = re.fullmatch(r"hp:(\d{1,6})x(\d{1,6})", text)
-    if not match or not int(match[1]) or not int(match[2]):
-        raise UsageError(
-            f"--plan {text} is not valid: use hp:SxR, S stages of R replicas each, such as hp:2x2"
-        )
-    return Pipeline(int(match[1]), int(match[2]))
-
-
-def _mirrored(text: str) -> Mirrored:
-    match = re.fullmatch(r"mirrored(?::(\d{1,6}))?", text)
-    if match is None or (match[1] is not None and int(match[1]) == 0):
-        raise UsageError(
-            f"--plan {text} is not known: write mirrored:N for N devices, such as mirrored:2"
-        )
-    return Mirrored(int(match[1]) if match[1] else None)
 
 
 @dataclass(frozen=True)
