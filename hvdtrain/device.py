@@ -353,7 +353,7 @@ def check_horovod_on(device: torch.device, world: World) -> None:
     """
     place, has_nccl = None, True
     if is_gpu(device):
-        place = (socket.gethostname(), _uuid(device))
+        place = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
         has_nccl = bool(worlds.horovod_module("torch", world.size).nccl_built())
     everywhere = world.gather((place, has_nccl))
     if not all(has_it for _, has_it in everywhere):
@@ -385,7 +385,3 @@ def ranks_on_one_gpu(places: Sequence[Place | None]) -> list[int]:
         if place is not None and len(ranks) > 1:
             return ranks
     return []
-
-
-def _uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)

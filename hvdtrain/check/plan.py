@@ -129,17 +129,14 @@ def compare(
                 before = done.tensors
         finally:
             runtime.observer.close()
-        if serial is not None and _divides_batches(plan):
+        has_replicas = any(len(stage.ranks) > 1 for stage in plan.stages)
+        if serial is not None and (plan.microbatches > 1 or has_replicas):
             assert batches[0].whole is not None
             trial = images(batches[0].whole[0][:SAMPLES])
             mixing = find_mixing(components, trial, config.seed)
             serial.parity.mixing, serial.parity.unproved = mixing.module, mixing.unproved
     parity: Parity = world.broadcast(serial.parity if serial is not None else None)
     return parity
-
-
-def _divides_batches(plan: Plan) -> bool:
-    return plan.microbatches > 1 or any(len(stage.ranks) > 1 for stage in plan.stages)
 
 
 class _Ranks:

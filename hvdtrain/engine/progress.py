@@ -177,7 +177,9 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is int:
         return type(value) is int and 0 <= value < LARGEST
     if kind is float:
-        return _fits(abs(value), int) if type(value) is int else _is_finite(value)
+        if type(value) is int:
+            return _fits(abs(value), int)
+        return isinstance(value, float) and math.isfinite(value)
     if kind is str:
         return isinstance(value, str)
     if kind == dict[str, Any]:
@@ -188,10 +190,6 @@ def _fits(value: Any, kind: Any) -> bool:
         and _fits(value.get("value"), float)
         and _fits(value.get("step"), int)
     )
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
 
 
 INTERRUPT, PREEMPT, SAVE, CHANGE, WRITTEN, FAILED, BAD, LOSS, SAMPLES, HEADER = range(10)
