@@ -7,9 +7,9 @@ a loop resumes on any number of ranks.
 import base64
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,16 +25,16 @@ from hvdtrain.backends.pytorch.state import (
 from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.store import EXTRA, MODEL, OPTIMIZER, SYNC, Checkpoint
 from hvdtrain.device import random_state, set_random_state
-from hvdtrain.errors import DataError, UsageError
+from hvdtrain.errors import DataError, Interrupted, Preempted, UsageError
 from hvdtrain.host import files
+from hvdtrain.host.stop import StopRequest
 from hvdtrain.models import extrastate
 from hvdtrain.parallel.checksums import digest
-from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.alike import check_models
 from hvdtrain.torch.reduction import COMPILED
-from hvdtrain.torch.state import State, Watched
+from hvdtrain.torch.start import State, Watched, current
 
+Item = TypeVar("Item")
 LOOP = f"{EXTRA}loop"  # in the manifest of older versions, which is small
 RandomStates = tuple[Tensor, Tensor | None]  # of PyTorch's generators on the CPU and on the GPU
 
@@ -54,14 +54,14 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
             the folder has a checkpoint of a later step and was not loaded.
         DataError: on all ranks, if it cannot be written.
     """
-    state = states.current()
+    state = current()
     if not state.models:
         raise UsageError("there is nothing to save: call distributed.prepare before save")
     for model in state.models:
         model.check_steps()
         model.meet()
     steps = state.models[0].steps
-    check_models(state, Note(Action.SAVING, number=steps))
+    state.check_models(Note(Action.SAVING, number=steps))
     extra = _extra(state, steps)
     random_states = torch.get_rng_state(), random_state(state.place.device)
     rng = state.agreement.gather(Note(Action.SAVING, number=steps), random_states)
@@ -96,7 +96,7 @@ def load(folder: str | Path, **others: Any) -> Path | None:
         UsageError: on all ranks, if it is of another model, optimizer or other objects.
         DataError: on all ranks, if there are checkpoints and none verifies.
     """
-    state = states.current()
+    state = current()
     if not state.models:
         raise UsageError("there is nothing to load into: call distributed.prepare before load")
     content: Any = None
@@ -116,13 +116,80 @@ def load(folder: str | Path, **others: Any) -> Path | None:
     return Path(path)
 
 
+def steps(
+    batches: Iterable[Item],
+    save_to: str | Path | None = None,
+    *,
+    every: int | None = None,
+    keep: int = 2,
+    **others: Any,
+) -> Iterator[Item]:
+    """Yield the batches; stop after a step, on all ranks, when a rank is requested to.
+
+    Requests are Ctrl-C and the signals of schedulers: SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP. The
+    ranks agree on them in each backward. The state is saved, and the program ends with exit code
+    75, or 130 after Ctrl-C. A second Ctrl-C ends it at once. From the first call on requests are
+    kept until the next step, also during an evaluation.
+
+    Args:
+        batches: this rank's batches of an epoch.
+        save_to: the folder of checkpoints; None saves nothing.
+        every: steps between checkpoints; None saves only before it stops.
+        keep: newest checkpoints to keep.
+        others: further objects to save, as in `save`.
+
+    Raises:
+        Preempted, Interrupted: on all ranks, after the state is saved.
+        UsageError: if `every` is given and `save_to` is not, or the folder has a checkpoint of a
+            later step and was not loaded.
+    """
+    if every is not None and (save_to is None or every < 1):
+        raise UsageError("steps saves every N steps, at least 1, to a folder: give save_to")
+    state = current()
+    stop = _watch(state)
+    before = _steps(state)
+    if save_to is not None and state.models:
+        check_folder(save_to)
+    for batch in batches:
+        yield batch
+        if state.place.size == 1 and stop.requested:
+            state.stop_code = (Interrupted if stop.interrupted else Preempted).exit_code
+        if state.stop_code is not None:
+            _leave(state, save_to, keep, others)
+        if every is not None and save_to is not None and _steps(state) - before >= every:
+            before = _steps(state)
+            save(save_to, keep=keep, **others)
+
+
+def _watch(state: State) -> StopRequest:
+    """Return what records requests to stop, from now until the end of the program."""
+    if state.stop is None:
+        state.stop = StopRequest().__enter__()
+        state.undo.append(state.stop.__exit__)
+    return state.stop
+
+
+def _steps(state: State) -> int:
+    return state.models[0].steps if state.models else 0
+
+
+def _leave(state: State, save_to: str | Path | None, keep: int, others: dict[str, Any]) -> None:
+    kind = Interrupted if state.stop_code == Interrupted.exit_code else Preempted
+    what = "interrupted" if kind is Interrupted else "requested to stop"
+    where = f"{what} after step {_steps(state)}"
+    if save_to is None or not state.models:
+        raise kind(f"{where}; nothing was saved: give save_to to distributed.steps")
+    path = save(save_to, keep=keep, **others)
+    raise kind(f"{where}; the state is in {path}: start again to resume")
+
+
 def check_folder(folder: str | Path) -> None:
     """Refuse a folder that `save` would refuse, before any step is made. Collective.
 
     Raises:
         UsageError: on all ranks.
     """
-    state = states.current()
+    state = current()
     fault, steps = None, state.models[0].steps
     if state.place.is_first:
         try:

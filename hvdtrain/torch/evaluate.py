@@ -11,10 +11,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from hvdtrain.errors import UsageError
-from hvdtrain.torch import state as states
-from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.alike import check_weights
-from hvdtrain.torch.state import State
+from hvdtrain.torch.agreement import Action, Note, check_weights
+from hvdtrain.torch.start import State, current
 
 Criterion: TypeAlias = Callable[[Any, Any], Tensor | tuple[Any, Any]]
 
@@ -29,7 +27,7 @@ def total(*values: Any) -> Any:
         One sum for one value, a tuple of sums for several.
     """
     local = [value.item() if isinstance(value, Tensor) else value for value in values]
-    everywhere = states.current().agreement.gather(Note(Action.ADDING), local)
+    everywhere = current().agreement.gather(Note(Action.ADDING), local)
     sums = tuple(
         sum(numbers) if all(isinstance(n, int) for n in numbers) else math.fsum(numbers)
         for numbers in zip(*everywhere, strict=True)
@@ -61,11 +59,11 @@ def evaluate(
         UsageError: if no rank has a sample, or a batch does not tell how many it has.
         CheckFailed: on all ranks, if they hold different weights.
     """
-    state = states.current()
+    state = current()
     for prepared in state.models:
         prepared.meet()
     weights = {} if state.exempt else dict(model.named_parameters())
-    check_weights(state, Note(Action.EVALUATING), weights)
+    check_weights(state.agreement, Note(Action.EVALUATING), weights)
     sums = Sums()
     was_training = model.training
     model.eval()

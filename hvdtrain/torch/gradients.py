@@ -22,10 +22,9 @@ from torch.autograd import Variable
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.states import Kept
-from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.alike import check_alike, digest, settings
+from hvdtrain.torch.agreement import Action, Note, check_alike, digest, settings
 from hvdtrain.torch.reduction import MadeBy, Reduction, reduction_of, stop_flags
-from hvdtrain.torch.state import State
+from hvdtrain.torch.start import State
 from hvdtrain.torch.window import ForwardWatch, Window, parameter_hooks, watched
 
 MOST_IDLE = 100  # backwards in a row without a step: a GradScaler leaves out a few

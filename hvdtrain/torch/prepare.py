@@ -1,7 +1,11 @@
-"""Preparing a model and its optimizers: checked, made equal on all ranks, and averaged."""
+"""Preparing a model and its optimizers: checked, made equal on all ranks, and averaged.
 
-from collections.abc import Sequence
-from contextlib import suppress
+And what a loop says of its backwards: accumulated, weighted, clipped.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, overload
 
 import torch
@@ -21,14 +25,16 @@ from hvdtrain.options.syncrequest import (
 )
 from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.sync.groups import open_group
-from hvdtrain.torch import state as states
-from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.alike import check_alike, settings
-from hvdtrain.torch.gradients import Replica
-from hvdtrain.torch.local import period_of, reduction_kind
-from hvdtrain.torch.reduction import MadeBy, check_dtype, trainable_bytes
-from hvdtrain.torch.start import leave_together_at_exit
-from hvdtrain.torch.state import State
+from hvdtrain.torch.agreement import Action, Note, check_alike, settings
+from hvdtrain.torch.gradients import Phase, Replica
+from hvdtrain.torch.reduction import (
+    MadeBy,
+    check_dtype,
+    period_of,
+    reduction_kind,
+    trainable_bytes,
+)
+from hvdtrain.torch.start import State, current, leave_together_at_exit
 
 Model = TypeVar("Model", bound=nn.Module)
 Kind = TypeVar("Kind", bound=Optimizer)
@@ -88,7 +94,7 @@ def prepare(
         UsageError: on all ranks, if model or optimizers differ between ranks or cannot be
             averaged.
     """
-    state = states.current()
+    state = current()
     optimizers = [optimizer, *more]
     _check(model, optimizers)
     period = period_of(sync, optimizers)
@@ -116,6 +122,84 @@ def prepare(
     made_by = reduction_kind(model, optimizer, period, compression, state.place.size)
     _add(model, optimizers, state, made_by)
     return model, *optimizers
+
+
+@contextmanager
+def accumulate(active: bool = True) -> Iterator[None]:
+    """Add up the gradients of backwards inside the block without averaging them.
+
+    The first backward outside of it averages the sum of all of them. Use it for all micro-batches
+    of a step but the last:
+
+        with distributed.accumulate(number % 4 != 0):
+            (loss / 4).backward()
+
+    Args:
+        active: False makes the block an ordinary one.
+    """
+    state = current()
+    before, state.accumulating = state.accumulating, state.accumulating or active
+    try:
+        yield
+    finally:
+        state.accumulating = before
+
+
+@contextmanager
+def weight(part: float | Tensor, whole: float | Tensor | None = None) -> Iterator[None]:
+    """Give the weight of this rank's loss in backwards inside the block.
+
+    A rank's loss usually is the mean over its samples, which hvdtrain counts. If it is divided by
+    something else, as with weights of classes or with `ignore_index`, give the divisor:
+
+        with distributed.weight(class_weights[labels].sum()):
+            loss.backward()
+
+    Args:
+        part: the number that the loss of this rank is divided by; the loss counts by its share of
+            the sum over all ranks.
+        whole: in place of this sum; `weight(1, 1)` adds up the losses of all ranks.
+
+    Raises:
+        UsageError: if a number is negative or not finite, or `whole` is 0.
+    """
+    numbers = float(part), None if whole is None else float(whole)
+    if (
+        not 0 <= numbers[0] < math.inf
+        or not 0 < (1.0 if numbers[1] is None else numbers[1]) < math.inf
+    ):
+        raise UsageError(
+            f"weight({part}, {whole}) is not possible: give finite numbers, not below 0"
+        )
+    state = current()
+    before, state.loss_weight = state.loss_weight, numbers
+    try:
+        yield
+    finally:
+        state.loss_weight = before
+
+
+def clip_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Scale the averaged gradients down to a norm of at most `max_norm`; return the norm before.
+
+    It is `torch.nn.utils.clip_grad_norm_`, called once per step after the last backward. The norm
+    is that of the global batch, the same on all ranks.
+
+    Raises:
+        UsageError: if gradients were only accumulated, so that each rank has its own.
+    """
+    values = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    clipped = {id(value) for value in values}
+    for model in current().models:
+        assert isinstance(model, Replica)
+        if model.phase is Phase.ACCUMULATED and any(id(p) in clipped for p in model.parameters):
+            raise UsageError(
+                "clip_norm_ needs averaged gradients, and these were only accumulated: call it "
+                "after the last backward of a step, outside of `with distributed.accumulate():`"
+            )
+    return torch.nn.utils.clip_grad_norm_(values, max_norm, norm_type)
 
 
 def _add(model: nn.Module, optimizers: Sequence[Optimizer], state: State, made_by: MadeBy) -> None:

@@ -1,26 +1,40 @@
-"""The sums of a prepared model over the ranks: gradients, running statistics and other buffers."""
+"""The sums of a prepared model over the ranks, or its local steps.
+
+Ranks sum gradients, running statistics and other buffers in every backward. With local steps they
+train apart and average their weights after a period.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from typing_extensions import override
 
 from hvdtrain.engine.control import stop_code
+from hvdtrain.errors import UsageError
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.extrastate import COMPILED
-from hvdtrain.options.syncrequest import NO_COMPRESSION, CompressRequest
+from hvdtrain.options.syncrequest import (
+    NO_COMPRESSION,
+    CompressRequest,
+    Exact,
+    Local,
+    parse_sync_request,
+)
 from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.plan.cut import Share
+from hvdtrain.sync.apart import SampleCount
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
-from hvdtrain.sync.gradients import Bucket, Gradients, ReplicatedGradients, Sums
+from hvdtrain.sync.gradients import Bucket, ExactSums, Gradients, ReplicatedGradients, Sums
 from hvdtrain.sync.groups import collectives_of
-from hvdtrain.sync.states import Kept, Shapes, States
-from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.alike import raise_difference
-from hvdtrain.torch.state import State
+from hvdtrain.sync.local import LocalMeetings
+from hvdtrain.sync.states import Kept, Replica, Shapes, States
+from hvdtrain.torch.agreement import Action, Note, raise_difference
+from hvdtrain.torch.start import State
 
 COMPARE_EVERY = 100  # backwards between comparisons of the ranks' weights
 Key = tuple[nn.Module, str]
@@ -243,6 +257,141 @@ def statistics_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+class LocalReduction(Reduction):
+    """Gradients of a rank's own samples, and the meetings of all ranks.
+
+    The state of the optimizer is averaged, too, so that a checkpoint of rank 0 is complete. A rank
+    without samples has gradients of zero, since a GradScaler needs some.
+
+    Args:
+        statistics: running statistics of batch norms, by name.
+        optimizer: of the parameters.
+        period: steps from one meeting to the next.
+    """
+
+    is_exact = False
+
+    def __init__(
+        self,
+        number: int,
+        parameters: Mapping[str, nn.Parameter],
+        others: Mapping[str, Key],
+        state: State,
+        statistics: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        period: int,
+    ) -> None:
+        super().__init__(number, parameters, others, state)
+        self.optimizer, self.period, self.trained = optimizer, period, SampleCount()
+        self.share = Share(0.0, False)
+        everybody = tuple(range(state.place.size))
+        collectives = collectives_of(
+            state.engine, everybody, state.place.rank, f"model{number}.meetings"
+        )
+        states = States(self.states, self._put)
+        replica = Replica(_named(parameters), statistics, states, optimizer, self._complete)
+        request = Local(period, averages_optimizer=True)
+        self.meetings = LocalMeetings(replica, collectives, self.trained, request)
+        self.statistics = statistics
+
+    @override
+    def add_group(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        statistics: Mapping[str, Tensor],
+        states: States,
+        name: str,
+    ) -> None:
+        if not parameters:
+            return
+        alone, nothing = Alone(), States(dict, lambda _: None)
+        sums = WeightedSums(ExactSums(alone), self)
+        self.groups.append(ReplicatedGradients(parameters, {}, nothing, alone, sums))
+
+    @override
+    def start(self, share: Share) -> None:
+        super().start(share)
+        self.share = share
+        self.meetings.before_step(0)
+        self.trained.samples += share.samples
+
+    @override
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Scale the gradients, which are weighted by the share, to the mean over its samples."""
+        super().finish()
+        for group in self.groups:
+            assert isinstance(group, ReplicatedGradients)
+            for bucket in group.buckets if self.share.samples else ():
+                bucket.flat.mul_(1 / self.share.weight)
+
+    @override
+    def fingerprint(self, backward: int) -> int:
+        """Return whether gradients are not finite: ranks hold different weights anyway."""
+        return int(not all(group.are_finite() for group in self.groups))
+
+    @override
+    def judge(self, notes: Sequence[Note], first: int) -> int | None:
+        """Act on the notes; let all ranks see that gradients of one are not finite.
+
+        A GradScaler then leaves out the same steps on all of them.
+        """
+        if any(note.fingerprint for note in notes):
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(torch.nan)
+            for group in self.groups:
+                assert isinstance(group, ReplicatedGradients)
+                for bucket in group.buckets:
+                    bucket.flat.fill_(torch.nan)
+        return super().judge([note._replace(fingerprint=0) for note in notes], first)
+
+    @override
+    def after_step(self, step: int) -> None:
+        self.meetings.count_step()
+        if step % self.period == 0:
+            self.meet()
+
+    @override
+    def meet(self) -> None:
+        """Average weights, optimizer and statistics, if there was a step since the last time."""
+        if self.meetings.steps:
+            self.meetings.meet()
+
+    @override
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Start a period: all ranks have loaded the same weights."""
+        self.meetings.start_period()
+
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        """Store values of counters in place, and those of other buffers in new tensors."""
+        for name, value in values.items():
+            if name in self.statistics:
+                self.statistics[name].copy_(value)
+        self.put({name: value for name, value in values.items() if name in self.others})
+
+    def _complete(self) -> None:
+        """Create the optimizer's state where only other ranks have it, as zeros. Collective."""
+        state = self.optimizer.state
+        forms = {
+            name: {
+                key: (tuple(value.shape), value.dtype)
+                for key, value in state.get(parameter, {}).items()
+                if isinstance(value, Tensor)
+            }
+            for name, parameter in self.parameters.items()
+        }
+        note = Note(Action.MEETING, self.number, self.meetings.meetings)
+        for theirs in self.state.agreement.gather(note, forms):
+            for name, entries in theirs.items():
+                parameter = self.parameters[name]
+                for key, (shape, dtype) in entries.items():
+                    if key not in state[parameter]:
+                        device = parameter.device if shape else torch.device("cpu")
+                        zeros = torch.zeros(shape, dtype=dtype, device=device)
+                        state[parameter][key] = zeros
+
+
 class WeightedSums(Sums):
     """Sums of buckets whose weight is known only when they are complete."""
 
@@ -300,3 +449,44 @@ def trainable_bytes(model: nn.Module) -> int:
 def check_dtype(value: Tensor) -> bool:
     """Return whether gradients of this dtype can be summed."""
     return value.dtype in (torch.float16, torch.float32, torch.float64)
+
+
+def _named(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return parameters by their names in a checkpoint."""
+    return {name.replace(COMPILED, ""): value for name, value in parameters.items()}
+
+
+def period_of(sync: str, optimizers: Sequence[torch.optim.Optimizer]) -> int | None:
+    """Return the steps between meetings that a value of `sync` requests; None if it is exact.
+
+    Raises:
+        UsageError: if `prepare` does not support it.
+    """
+    request = parse_sync_request(sync)
+    if isinstance(request, Exact):
+        return None
+    if not isinstance(request, Local) or request != Local(request.period):
+        raise UsageError(f"prepare does not support sync={sync!r}: use 'exact' or 'local:H'")
+    if len(optimizers) > 1:
+        raise UsageError(f"sync={sync!r} supports one optimizer: prepare each model with its own")
+    return request.period
+
+
+def reduction_kind(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    period: int | None,
+    compression: CompressRequest,
+    ranks: int,
+) -> MadeBy:
+    """Return what makes the sums of a model: those of every step if `period` is None."""
+    if period is None:
+        return partial(Reduction, compression=compression)
+    if ranks == 1:
+        return Reduction
+    return partial(
+        LocalReduction,
+        statistics=statistics_of(model),
+        optimizer=optimizer,
+        period=period,
+    )

@@ -14,7 +14,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.plan.cut import Share
 from hvdtrain.torch.agreement import Action, Note, as_bits, from_bits
 from hvdtrain.torch.reading import Batch
-from hvdtrain.torch.state import State
+from hvdtrain.torch.start import State
 
 
 @dataclass

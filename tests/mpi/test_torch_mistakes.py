@@ -17,9 +17,10 @@ from hvdtrain.data import order
 from hvdtrain.data.index import read_index
 from hvdtrain.data.shards import open_split
 from hvdtrain.errors import CheckFailed, HvdtrainError, UsageError
-from hvdtrain.torch import gradients, state
+from hvdtrain.torch import gradients
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.reading import Batch
+from hvdtrain.torch.start import current
 from hvdtrain.world import World
 from tests.mpi.loops import on_batch
 from tests.mpi.packed import (
@@ -233,7 +234,7 @@ def one_batch_fewer(world: World) -> None:
 def at_the_end(world: World) -> None:
     model, _ = distributed.prepare(*made())
     if world.rank == 1:
-        state.current().agreement.exchange(Note(Action.LEAVING))
+        current().agreement.exchange(Note(Action.LEAVING))
     else:
         backward(model)
 
@@ -305,7 +306,7 @@ def test_ranks_share_each_batch_in_the_order_of_training(world: World, folder: P
             optimizer.zero_grad()
             backward(model, images)
             optimizer.step()
-            read.append((images, labels, state.current().use_batch()))
+            read.append((images, labels, current().use_batch()))
     everywhere = world.gather(read)
     with open_split(index, "train") as samples:
         place = 0
