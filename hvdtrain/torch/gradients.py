@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hvdtrain.errors import UsageError
+from hvdtrain.options.syncrequest import CompressRequest
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.states import Kept
 from hvdtrain.torch.agreement import Action, Note, check_alike, digest, settings
-from hvdtrain.torch.reduction import MadeBy, Reduction, reduction_of, stop_flags
+from hvdtrain.torch.reduction import reduction_of, stop_flags
 from hvdtrain.torch.start import State
 from hvdtrain.torch.window import ForwardWatch, Window, parameter_hooks, watched
 
@@ -55,7 +55,8 @@ class Replica:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         state: State,
-        made_by: MadeBy = Reduction,
+        compression: CompressRequest,
+        period: int | None,
     ) -> None:
         self.number, self.model, self.optimizers, self.state = number, model, [*optimizers], state
         named = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -77,7 +78,7 @@ class Replica:
             self._handles.append(parameter.register_hook(before))
             # Before the hooks of the buckets, which may start a reduction.
             self._handles.append(parameter.register_post_accumulate_grad_hook(after))
-        self.reduction = reduction_of(number, model, named, state, made_by)
+        self.reduction = reduction_of(number, model, optimizers[0], state, compression, period)
         self.kept: Kept = self.reduction
         self.views = [cast(Tensor, parameter.grad) for parameter in self.parameters]
         for parameter in self.parameters:
@@ -210,19 +211,18 @@ class Replica:
         self._has_arrived = False
         self._leftover = []
         if self.state.accumulating:
-            self.phase, unused = Phase.ACCUMULATED, self._missing()
+            places = range(len(self.parameters))
+            self.phase, unused = Phase.ACCUMULATED, set(places) - self.window.touched
         else:
             self.phase, unused = Phase.REDUCED, self._reduce()
         for place, parameter in enumerate(self.parameters):
             parameter.grad = None if place in unused else self.views[place]
         self.state.note_positions(at_ends=True)  # the last batch may have no step of its own
 
-    def _missing(self) -> set[int]:
-        return set(range(len(self.parameters))) - self.window.touched
-
     def _reduce(self) -> set[int]:
         """Sum the gradients over the ranks; return the parameters that no rank used."""
-        missing, window, state = self._missing(), self.window, self.state
+        window, state = self.window, self.state
+        missing = set(range(len(self.parameters))) - window.touched
         window.weight_of_last()
         for place in missing:
             self.views[place].zero_()
@@ -236,7 +236,7 @@ class Replica:
                 self.backwards,
                 position=window.batches[-1].end,
                 missing=len(missing),
-                missing_digest=_digest(missing),
+                missing_digest=zlib.crc32(repr(sorted(missing)).encode()),
                 fingerprint=self.reduction.fingerprint(self.backwards),
                 changed=self.reduction.changed(),
                 interrupted=interrupted,
@@ -303,8 +303,25 @@ class Replica:
                 "a backward ended with an exception that was caught, so the gradients are lost: "
                 "do not catch exceptions of backward, and resume from a checkpoint"
             )
-        self._check_parameters()
-        self._check_optimizers()
+        known = {id(value) for value in self.parameters}
+        now = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        if {*map(id, now.values())} != known:
+            before = dict(zip(self.names, self.parameters, strict=True))
+            names = [name for name in {**now, **before} if now.get(name) is not before.get(name)]
+            what = "is no longer trained" if names[0] not in now else "is new"
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise UsageError(
+                f"the model has changed since prepare: {names[0]} {what}{more}: call "
+                "distributed.prepare(model, optimizer) again after the change"
+            )
+        for optimizer in self.optimizers:
+            stepped = [value for group in optimizer.param_groups for value in group["params"]]
+            if any(value.requires_grad and id(value) not in known for value in stepped):
+                raise UsageError(
+                    f"an optimizer {type(optimizer).__name__} has got parameters that are not the "
+                    "model's, whose gradients are not averaged: add their layers to the model, "
+                    "and call distributed.prepare(model, optimizer) again after the change"
+                )
         if self.phase is Phase.ACCUMULATED and not with_closure:
             raise UsageError(
                 "the optimizer steps with gradients that were only accumulated: run the last "
@@ -348,31 +365,3 @@ class Replica:
             "prepare did not step: call optimizer.step() after backward, on the optimizer that "
             "prepare returned"
         )
-
-    def _check_parameters(self) -> None:
-        now = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
-        if [*map(id, now.values())] == [*map(id, self.parameters)]:
-            return
-        before = dict(zip(self.names, self.parameters, strict=True))
-        names = [name for name in {**now, **before} if now.get(name) is not before.get(name)]
-        what = "is no longer trained" if names[0] not in now else "is new"
-        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        raise UsageError(
-            f"the model has changed since prepare: {names[0]} {what}{more}: call "
-            "distributed.prepare(model, optimizer) again after the change"
-        )
-
-    def _check_optimizers(self) -> None:
-        known = {id(value) for value in self.parameters}
-        for optimizer in self.optimizers:
-            stepped = [value for group in optimizer.param_groups for value in group["params"]]
-            if any(value.requires_grad and id(value) not in known for value in stepped):
-                raise UsageError(
-                    f"an optimizer {type(optimizer).__name__} has got parameters that are not the "
-                    "model's, whose gradients are not averaged: add their layers to the model, "
-                    "and call distributed.prepare(model, optimizer) again after the change"
-                )
-
-
-def _digest(places: set[int]) -> int:
-    return zlib.crc32(np.array(sorted(places), np.int64).tobytes())

@@ -71,7 +71,12 @@ def loader(
     """
     state = current()
     index = read_index(str(folder))
-    _check(batch_size, augment)
+    if batch_size < 1:
+        raise UsageError(f"a batch of {batch_size} images: use at least 1")
+    if augment not in AUGMENTATIONS:
+        raise UsageError(
+            f"unknown augmentation {augment!r}: use one of {', '.join(AUGMENTATIONS)}"
+        )
     rows, held = order.holdout(index.splits["train"].count, holdout, index.hash, seed)
     stored = {"train": "train", "val": "train", "test": "test"}.get(split)
     if stored is None or stored not in index.splits:
@@ -109,15 +114,6 @@ def whole_batches(count: int, batch_size: int) -> int:
             "samples"
         )
     return count - count % batch_size
-
-
-def _check(batch_size: int, augment: str) -> None:
-    if batch_size < 1:
-        raise UsageError(f"a batch of {batch_size} images: use at least 1")
-    if augment not in AUGMENTATIONS:
-        raise UsageError(
-            f"unknown augmentation {augment!r}: use one of {', '.join(AUGMENTATIONS)}"
-        )
 
 
 @dataclass(frozen=True)

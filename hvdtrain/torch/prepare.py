@@ -20,20 +20,13 @@ from hvdtrain.models import extrastate
 from hvdtrain.models.component import is_dense
 from hvdtrain.options.syncrequest import (
     NO_COMPRESSION,
-    CompressRequest,
     parse_compress_request,
 )
 from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.sync.groups import open_group
 from hvdtrain.torch.agreement import Action, Note, check_alike, settings
 from hvdtrain.torch.gradients import Phase, Replica
-from hvdtrain.torch.reduction import (
-    MadeBy,
-    check_dtype,
-    period_of,
-    reduction_kind,
-    trainable_bytes,
-)
+from hvdtrain.torch.reduction import period_of
 from hvdtrain.torch.start import State, current, leave_together_at_exit
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -105,22 +98,36 @@ def prepare(
             "have: use sync='exact', or leave compress out"
         )
     note = Note(Action.PREPARING, len(state.models))
-    described = facts(model, optimizers, compression)
-    described["optimizer"]["sync"] = sync
-    everywhere = state.agreement.gather(note, described)
+    names = {id(value): name for name, value in model.named_parameters()}
+    facts = {
+        "model": {
+            **{
+                name: f"{_form(value)}, {'trained' if value.requires_grad else 'frozen'}"
+                for name, value in model.named_parameters()
+            },
+            **{name: _form(value) for name, value in model.named_buffers()},
+        },
+        "optimizer": {**settings(optimizers, names), "sync": sync},
+        "compression": {"compress": str(compression)},
+    }
+    everywhere = state.agreement.gather(note, facts)
     check_alike(everywhere)
     for other in state.models:
         other.meet()
     if state.place.size > 1:
         if state.engine == "horovod":
             check_horovod_on(state.place.device, world.current())
-            on_gpu = is_gpu(state.place.device)
-            world.start_horovod(max(1, trainable_bytes(model)), on_gpu=on_gpu)
+            gradient_bytes = sum(v.nbytes for v in model.parameters() if v.requires_grad)
+            world.start_horovod(max(1, gradient_bytes), on_gpu=is_gpu(state.place.device))
         open_group(state.engine, tuple(range(state.place.size)))
         leave_together_at_exit()
         _make_equal(model, optimizers, state, note)
-    made_by = reduction_kind(model, optimizer, period, compression, state.place.size)
-    _add(model, optimizers, state, made_by)
+    place, steps = _forget(model, state)
+    replica = Replica(state.prepared, model, optimizers, state, compression, period)
+    replica.steps = steps
+    state.prepared += 1
+    state.models.insert(place, replica)
+    state.undo.append(replica.close)
     return model, *optimizers
 
 
@@ -202,16 +209,6 @@ def clip_norm_(
     return torch.nn.utils.clip_grad_norm_(values, max_norm, norm_type)
 
 
-def _add(model: nn.Module, optimizers: Sequence[Optimizer], state: State, made_by: MadeBy) -> None:
-    """Add hooks to the model, in place of those of an earlier `prepare`."""
-    place, steps = _forget(model, state)
-    replica = Replica(state.prepared, model, optimizers, state, made_by)
-    replica.steps = steps
-    state.prepared += 1
-    state.models.insert(place, replica)
-    state.undo.append(replica.close)
-
-
 def _check(model: Any, optimizers: Sequence[Any]) -> None:
     """Refuse what cannot be averaged.
 
@@ -237,49 +234,29 @@ def _check(model: Any, optimizers: Sequence[Any]) -> None:
             )
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        _check_parameter(name, parameter)
+        if isinstance(parameter, UninitializedParameter):
+            raise UsageError(
+                f"{name} is not initialised: call the model on a batch before prepare"
+            )
+        if not parameter.requires_grad:
+            continue
+        if parameter.dtype not in (torch.float16, torch.float32, torch.float64):
+            raise UsageError(
+                f"{name} is {parameter.dtype}, whose gradients cannot be summed: keep parameters "
+                "in torch.float32 and use torch.autocast"
+            )
+        if not is_dense(parameter):
+            raise UsageError(f"{name} has gaps in its memory: make it of a contiguous tensor")
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UsageError("the model has no trainable parameters: there is nothing to prepare")
     known = {id(parameter) for parameter in parameters.values()}
     for optimizer in optimizers:
-        if any(id(value) not in known for value in _stepped(optimizer)):
+        if any(id(v) not in known for group in optimizer.param_groups for v in group["params"]):
             raise UsageError(
                 f"the optimizer {type(optimizer).__name__} has parameters that are not the "
                 "model's: make it from model.parameters() after the last change of the model "
                 "(for two models, prepare nn.ModuleList([one, other]))"
             )
-
-
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, UninitializedParameter):
-        raise UsageError(f"{name} is not initialised: call the model on a batch before prepare")
-    if not parameter.requires_grad:
-        return
-    if not check_dtype(parameter):
-        raise UsageError(
-            f"{name} is {parameter.dtype}, whose gradients cannot be summed: keep parameters in "
-            "torch.float32 and use torch.autocast"
-        )
-    if not is_dense(parameter):
-        raise UsageError(f"{name} has gaps in its memory: make it of a contiguous tensor")
-
-
-def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [value for group in optimizer.param_groups for value in group["params"]]
-
-
-def facts(
-    model: nn.Module, optimizers: Sequence[Optimizer], compression: CompressRequest
-) -> dict[str, dict[str, str]]:
-    """Return what has to be the same on all ranks, in words, by kind and name."""
-    tensors = {
-        name: f"{_form(value)}, {'trained' if value.requires_grad else 'frozen'}"
-        for name, value in model.named_parameters()
-    }
-    tensors |= {name: _form(value) for name, value in model.named_buffers()}
-    names = {id(value): name for name, value in model.named_parameters()}
-    compressed = {"compress": str(compression)}
-    return {"model": tensors, "optimizer": settings(optimizers, names), "compression": compressed}
 
 
 def _form(value: Tensor) -> str:

@@ -5,7 +5,6 @@ train apart and average their weights after a period.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class Reduction(Kept):
         parameters: Mapping[str, nn.Parameter],
         others: Mapping[str, Key],
         state: State,
-        compression: CompressRequest = NO_COMPRESSION,
+        compression: CompressRequest,
     ) -> None:
         self.number, self.state, self.compression = number, state, compression
         self.parameters, self.others = dict(parameters), dict(others)
@@ -197,22 +196,26 @@ class Reduction(Kept):
         self.put(self.state.agreement.broadcast(note, self.states(), first))
 
 
-MadeBy = Callable[..., Reduction]
-
-
 def reduction_of(
     number: int,
     model: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
     state: State,
-    made_by: MadeBy = Reduction,
+    compression: CompressRequest,
+    period: int | None,
 ) -> Reduction:
     """Return the sums of a model; each gradient becomes a view into a bucket. Collective.
 
     Args:
-        made_by: makes them, of the first arguments of `Reduction`.
+        period: steps between meetings of ranks that train apart; None: exact gradients.
     """
-    statistics = statistics_of(model)
+    parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    statistics = {
+        f"{path}.{key}".lstrip("."): buffer
+        for path, module in model.named_modules()
+        if isinstance(module, _NormBase)
+        for key, buffer in module.named_buffers(recurse=False)
+    }
     known = {id(value) for value in statistics.values()}
     others = {
         f"{path}.{key}".lstrip("."): (module, key)
@@ -220,7 +223,12 @@ def reduction_of(
         for key, value in module.named_buffers(recurse=False)
         if id(value) not in known
     }
-    reduction = made_by(number, parameters, others, state)
+    if period is None or state.place.size == 1:
+        reduction = Reduction(number, parameters, others, state, compression)
+    else:
+        reduction = LocalReduction(
+            number, parameters, others, state, statistics, optimizer, period
+        )
     groups: dict[Group, dict[str, Tensor]] = {
         (value.dtype, value.device): {} for value in parameters.values()
     }
@@ -247,16 +255,6 @@ def _group_of(value: Tensor, groups: Iterable[Group]) -> Group:
     return next((group for group in groups if group in wide), wide[0])
 
 
-def statistics_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the running statistics of batch norms by name."""
-    return {
-        f"{path}.{key}".lstrip("."): buffer
-        for path, module in model.named_modules()
-        if isinstance(module, _NormBase)
-        for key, buffer in module.named_buffers(recurse=False)
-    }
-
-
 class LocalReduction(Reduction):
     """Gradients of a rank's own samples, and the meetings of all ranks.
 
@@ -281,7 +279,7 @@ class LocalReduction(Reduction):
         optimizer: torch.optim.Optimizer,
         period: int,
     ) -> None:
-        super().__init__(number, parameters, others, state)
+        super().__init__(number, parameters, others, state, NO_COMPRESSION)
         self.optimizer, self.period, self.trained = optimizer, period, SampleCount()
         self.share = Share(0.0, False)
         everybody = tuple(range(state.place.size))
@@ -289,7 +287,8 @@ class LocalReduction(Reduction):
             state.engine, everybody, state.place.rank, f"model{number}.meetings"
         )
         states = States(self.states, self._put)
-        replica = Replica(_named(parameters), statistics, states, optimizer, self._complete)
+        named = {name.replace(COMPILED, ""): value for name, value in parameters.items()}
+        replica = Replica(named, statistics, states, optimizer, self._complete)
         request = Local(period, averages_optimizer=True)
         self.meetings = LocalMeetings(replica, collectives, self.trained, request)
         self.statistics = statistics
@@ -312,7 +311,6 @@ class LocalReduction(Reduction):
     def start(self, share: Share) -> None:
         super().start(share)
         self.share = share
-        self.meetings.before_step(0)
         self.trained.samples += share.samples
 
     @override
@@ -337,9 +335,6 @@ class LocalReduction(Reduction):
         A GradScaler then leaves out the same steps on all of them.
         """
         if any(note.fingerprint for note in notes):
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.fill_(torch.nan)
             for group in self.groups:
                 assert isinstance(group, ReplicatedGradients)
                 for bucket in group.buckets:
@@ -440,22 +435,6 @@ def stop_flags(stop: StopRequest | None) -> tuple[int, int]:
     return (int(stop.interrupted), int(stop.preempted)) if stop is not None else (0, 0)
 
 
-def trainable_bytes(model: nn.Module) -> int:
-    """Return the bytes of the gradients of a model."""
-    values = (value for value in model.parameters() if value.requires_grad)
-    return sum(value.numel() * value.element_size() for value in values)
-
-
-def check_dtype(value: Tensor) -> bool:
-    """Return whether gradients of this dtype can be summed."""
-    return value.dtype in (torch.float16, torch.float32, torch.float64)
-
-
-def _named(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return parameters by their names in a checkpoint."""
-    return {name.replace(COMPILED, ""): value for name, value in parameters.items()}
-
-
 def period_of(sync: str, optimizers: Sequence[torch.optim.Optimizer]) -> int | None:
     """Return the steps between meetings that a value of `sync` requests; None if it is exact.
 
@@ -470,23 +449,3 @@ def period_of(sync: str, optimizers: Sequence[torch.optim.Optimizer]) -> int | N
     if len(optimizers) > 1:
         raise UsageError(f"sync={sync!r} supports one optimizer: prepare each model with its own")
     return request.period
-
-
-def reduction_kind(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    period: int | None,
-    compression: CompressRequest,
-    ranks: int,
-) -> MadeBy:
-    """Return what makes the sums of a model: those of every step if `period` is None."""
-    if period is None:
-        return partial(Reduction, compression=compression)
-    if ranks == 1:
-        return Reduction
-    return partial(
-        LocalReduction,
-        statistics=statistics_of(model),
-        optimizer=optimizer,
-        period=period,
-    )

@@ -135,6 +135,22 @@ class State:
     stop_code: int | None = None
     undo: list[Callable[[], object]] = field(default_factory=list)
 
+    @property
+    def steps(self) -> int:
+        """Steps of the first model, by which checkpoints are called."""
+        return self.models[0].steps if self.models else 0
+
+    @property
+    def module(self) -> nn.Module:
+        """The prepared models as one: several have their numbers in front of their names."""
+        modules = [model.model for model in self.models]
+        return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of all models."""
+        return [optimizer for model in self.models for optimizer in model.optimizers]
+
     def position(self, source: str) -> int:
         """Return the samples consumed of an order of samples.
 
@@ -201,14 +217,8 @@ class State:
         Raises:
             CheckFailed: on all ranks, if they differ.
         """
-        check_weights(
-            *(self.agreement, note),
-            {
-                f"{number}.{name}" if len(self.models) > 1 else name: value
-                for number, model in enumerate(self.models if are_compared else ())
-                for name, value in model.model.named_parameters()
-            },
-        )
+        weights = dict(self.module.named_parameters()) if are_compared else {}
+        check_weights(self.agreement, note, weights)
 
     def note_positions(self, at_ends: bool = False) -> None:
         """Set the positions to the batches that were used; `at_ends`: only to the last ones."""
