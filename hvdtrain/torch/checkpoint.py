@@ -30,7 +30,6 @@ from hvdtrain.host import files
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models import extrastate
 from hvdtrain.parallel.checksums import digest
-from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.reduction import COMPILED
 from hvdtrain.torch.start import State, current
 
@@ -61,11 +60,11 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
     for model in state.models:
         model.check_steps()
         model.meet()
-    note, path = Note(Action.SAVING, number=state.steps), Path(folder) / store.name_of(state.steps)
-    state.check_models(note)
-    extra = _extra(state, note)
+    action, path = state.saving, Path(folder) / store.name_of(state.steps)
+    state.check_models(action)
+    extra = _extra(state, action)
     random_states = torch.get_rng_state(), random_state(state.place.device)
-    rng = state.agreement.gather(note, random_states)
+    rng = state.agreement.gather(action, random_states)
     kept = {
         f"{SYNC}{number}/{name}": value.cpu()
         for number, model in enumerate(state.models)
@@ -78,7 +77,7 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
         _check_folder(state, path.parent)
         _write(state, path, keep, rng, beside, others)
 
-    _by_first(state, note, write)
+    _by_first(state, action, write)
     return path
 
 
@@ -102,7 +101,7 @@ def load(folder: str | Path, **others: Any) -> Path | None:
     state = current()
     if not state.models:
         raise UsageError("there is nothing to load into: call distributed.prepare before load")
-    content = _by_first(state, Note(Action.LOADING), lambda: _read(Path(folder)))
+    content = _by_first(state, "loading", lambda: _read(Path(folder)))
     state.loaded.add(Path(folder).resolve())
     if content is None:
         return None
@@ -146,8 +145,8 @@ def steps(
         state.undo.append(state.stop.__exit__)
     before = state.steps
     if save_to is not None and state.models:
-        folder, note = Path(save_to), Note(Action.SAVING, number=state.steps)
-        _by_first(state, note, lambda: _check_folder(state, folder))
+        folder = Path(save_to)
+        _by_first(state, state.saving, lambda: _check_folder(state, folder))
     for batch in batches:
         yield batch
         if state.place.size == 1 and state.stop.requested:
@@ -166,7 +165,7 @@ def steps(
             save(save_to, keep=keep, **others)
 
 
-def _by_first(state: State, note: Note, work: Callable[[], Result]) -> Result:
+def _by_first(state: State, action: str, work: Callable[[], Result]) -> Result:
     """Return on all ranks what `work` returns on rank 0, or raise its error. Collective."""
     result: Any = None
     if state.place.is_first:
@@ -174,7 +173,7 @@ def _by_first(state: State, note: Note, work: Callable[[], Result]) -> Result:
             result = work()
         except (DataError, UsageError) as error:
             result = error
-    result = state.agreement.broadcast(note, result)
+    result = state.agreement.broadcast(action, result)
     if isinstance(result, HvdtrainError):
         raise result
     returned: Result = result
@@ -192,7 +191,7 @@ def _check_folder(state: State, folder: Path) -> None:
         )
 
 
-def _extra(state: State, note: Note) -> dict[str, Tensor]:
+def _extra(state: State, action: str) -> dict[str, Tensor]:
     """Return what modules keep beside their tensors, by name. Collective.
 
     Raises:
@@ -201,7 +200,7 @@ def _extra(state: State, note: Note) -> dict[str, Tensor]:
     saved = extrastate.saved(state.module, "")
     extra = {f"{EXTRA}{name}": value for name, value in saved.items()}
     digests = {name: digest(value) for name, value in extra.items()}
-    everywhere = state.agreement.gather(note, digests)
+    everywhere = state.agreement.gather(action, digests)
     for rank, theirs in enumerate(everywhere):
         if different := sorted(name for name, _ in theirs.items() ^ everywhere[0].items()):
             raise UsageError(

@@ -10,7 +10,7 @@ same bits on all ranks. Clipping, GradScaler and the optimizer then need not kno
 import math
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, cast
 
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from hvdtrain.engine.agreement import Note, check_alike
 from hvdtrain.errors import UsageError
 from hvdtrain.options.syncrequest import CompressRequest
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.states import Kept
-from hvdtrain.torch.agreement import Action, Note, check_alike, digest, settings
 from hvdtrain.torch.reduction import reduction_of, stop_flags
 from hvdtrain.torch.start import State
 from hvdtrain.torch.window import ForwardWatch, Window, parameter_hooks, watched
@@ -229,21 +229,18 @@ class Replica:
         self.backwards += 1
         self.reduction.start(window.share(state.place.rank))
         interrupted, preempted = stop_flags(state.stop)
+        end = window.batches[-1].end
+        read = f" after {end} samples" if end >= 0 else ""
         state.agreement.post(
-            Note(
-                Action.REDUCING,
-                self.number,
-                self.backwards,
-                position=window.batches[-1].end,
-                missing=len(missing),
-                missing_digest=zlib.crc32(repr(sorted(missing)).encode()),
-                fingerprint=self.reduction.fingerprint(self.backwards),
-                changed=self.reduction.changed(),
-                interrupted=interrupted,
-                preempted=preempted,
-                settings=digest(self.optimizers) if state.place.size > 1 else 0,
-                contents=state.contents,
-            )
+            f"in backward {self.backwards} of model {self.number}{read}",
+            missing=len(missing),
+            missing_digest=zlib.crc32(repr(sorted(missing)).encode()),
+            fingerprint=self.reduction.fingerprint(self.backwards),
+            changed=self.reduction.changed(),
+            interrupted=interrupted,
+            preempted=preempted,
+            settings=digest(self.optimizers) if state.place.size > 1 else 0,
+            contents=state.contents,
         )
         notes = state.agreement.read()
         self.reduction.finish()
@@ -254,8 +251,7 @@ class Replica:
             return set()
         if len({note.missing_digest for note in notes}) == 1:
             return missing
-        comparing = Note(Action.COMPARING, self.number, self.backwards)
-        return set.intersection(*state.agreement.gather(comparing, missing))
+        return set.intersection(*state.agreement.gather(self._comparing, missing))
 
     def _check_settings(self, notes: Sequence[Note]) -> None:
         """Compare the learning rates and other options of the optimizers, as schedulers set them.
@@ -265,12 +261,15 @@ class Replica:
         """
         if len({note.settings for note in notes}) > 1:
             facts = {"optimizer": settings(self.optimizers, {})}
-            comparing = Note(Action.COMPARING, self.number, self.backwards)
             check_alike(
-                self.state.agreement.gather(comparing, facts),
+                self.state.agreement.gather(self._comparing, facts),
                 "give schedulers numbers that are the same on all ranks, as of "
                 "distributed.evaluate or distributed.total",
             )
+
+    @property
+    def _comparing(self) -> str:
+        return f"comparing model {self.number} after backward {self.backwards}"
 
     # Steps
 
@@ -286,8 +285,8 @@ class Replica:
             weight = self.window.batches[-1].weight
             number = float(loss.detach() if isinstance(loss, Tensor) else loss)
             part = number * weight if weight else 0.0
-            note = Note(Action.ADDING, self.number, self.backwards)
-            whole = math.fsum(self.state.agreement.gather(note, part))
+            action = f"adding up the losses of backward {self.backwards} of model {self.number}"
+            whole = math.fsum(self.state.agreement.gather(action, part))
             return torch.full_like(loss, whole) if isinstance(loss, Tensor) else whole
 
         return call
@@ -365,3 +364,34 @@ class Replica:
             "prepare did not step: call optimizer.step() after backward, on the optimizer that "
             "prepare returned"
         )
+
+
+def settings(
+    optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]
+) -> dict[str, str]:
+    """Return the classes and options of optimizers.
+
+    Args:
+        names: of the parameters, by their identity.
+    """
+    result: dict[str, str] = {}
+    for number, optimizer in enumerate(optimizers):
+        result[f"class of optimizer {number}"] = type(optimizer).__name__
+        for place, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                what = [names.get(id(item)) for item in value] if key == "params" else value
+                shown = what.tolist() if isinstance(what, Tensor) else what
+                result[f"{key} of group {place} of optimizer {number}"] = str(shown)
+    return result
+
+
+def digest(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return a checksum of the learning rates and of all other numbers of optimizers."""
+    numbers = [
+        float(value)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if isinstance(value, (int, float)) or key == "lr"
+    ]
+    return zlib.crc32(repr(numbers).encode())

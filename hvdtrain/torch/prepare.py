@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hvdtrain import world
 from hvdtrain.device import check_horovod_on, is_gpu
+from hvdtrain.engine.agreement import check_alike
 from hvdtrain.errors import UsageError
 from hvdtrain.models import extrastate
 from hvdtrain.models.component import is_dense
@@ -24,8 +25,7 @@ from hvdtrain.options.syncrequest import (
 )
 from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.sync.groups import open_group
-from hvdtrain.torch.agreement import Action, Note, check_alike, settings
-from hvdtrain.torch.gradients import Phase, Replica
+from hvdtrain.torch.gradients import Phase, Replica, settings
 from hvdtrain.torch.reduction import period_of
 from hvdtrain.torch.start import State, current, leave_together_at_exit
 
@@ -97,7 +97,7 @@ def prepare(
             f"compress={compress!r} needs the sums of every step, which sync={sync!r} does not "
             "have: use sync='exact', or leave compress out"
         )
-    note = Note(Action.PREPARING, len(state.models))
+    action = f"preparing model {len(state.models)}"
     names = {id(value): name for name, value in model.named_parameters()}
     facts = {
         "model": {
@@ -110,8 +110,8 @@ def prepare(
         "optimizer": {**settings(optimizers, names), "sync": sync},
         "compression": {"compress": str(compression)},
     }
-    everywhere = state.agreement.gather(note, facts)
-    check_alike(everywhere)
+    everywhere = state.agreement.gather(action, facts)
+    check_alike(everywhere, "build the same on all ranks")
     for other in state.models:
         other.meet()
     if state.place.size > 1:
@@ -121,7 +121,7 @@ def prepare(
             world.start_horovod(max(1, gradient_bytes), on_gpu=is_gpu(state.place.device))
         open_group(state.engine, tuple(range(state.place.size)))
         leave_together_at_exit()
-        _make_equal(model, optimizers, state, note)
+        _make_equal(model, optimizers, state, action)
     place, steps = _forget(model, state)
     replica = Replica(state.prepared, model, optimizers, state, compression, period)
     replica.steps = steps
@@ -267,7 +267,7 @@ def _form(value: Tensor) -> str:
 
 @torch.no_grad()
 def _make_equal(
-    model: nn.Module, optimizers: Sequence[Optimizer], state: State, note: Note
+    model: nn.Module, optimizers: Sequence[Optimizer], state: State, action: str
 ) -> None:
     """Give all ranks the weights, buffers and optimizer states of rank 0. Collective."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -275,16 +275,16 @@ def _make_equal(
     with suppress(UsageError):  # refused where it is saved
         extra = extrastate.saved(model, "")
     local = fingerprint([*tensors.values(), *extra.values()])
-    if len(set(state.agreement.gather(note, local))) > 1:
+    if len(set(state.agreement.gather(action, local))) > 1:
         values = {name: value.detach() for name, value in tensors.items()} | extra
-        values = state.agreement.broadcast(note, values if is_first else None)
+        values = state.agreement.broadcast(action, values if is_first else None)
         for name, target in tensors.items():
             target.copy_(values[name])
         if extra.keys() & values.keys():
             extrastate.load(model, "", values)
     for optimizer in optimizers:
-        if any(state.agreement.gather(note, bool(optimizer.state))):
-            kept = state.agreement.broadcast(note, optimizer.state_dict() if is_first else None)
+        if any(state.agreement.gather(action, bool(optimizer.state))):
+            kept = state.agreement.broadcast(action, optimizer.state_dict() if is_first else None)
             if not is_first:
                 optimizer.load_state_dict(kept)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from typing_extensions import override
 
+from hvdtrain.engine.agreement import Note
 from hvdtrain.engine.control import stop_code
 from hvdtrain.errors import UsageError
 from hvdtrain.host.stop import StopRequest
@@ -32,7 +33,6 @@ from hvdtrain.sync.gradients import Bucket, ExactSums, Gradients, ReplicatedGrad
 from hvdtrain.sync.groups import collectives_of
 from hvdtrain.sync.local import LocalMeetings
 from hvdtrain.sync.states import Kept, Replica, Shapes, States
-from hvdtrain.torch.agreement import Action, Note, raise_difference
 from hvdtrain.torch.start import State
 
 COMPARE_EVERY = 100  # backwards between comparisons of the ranks' weights
@@ -150,8 +150,7 @@ class Reduction(Kept):
             CheckFailed: on all ranks, if they hold different weights.
         """
         if len({note.fingerprint for note in notes}) > 1:
-            note = Note(Action.COMPARING, self.number)
-            raise_difference(self.state.agreement, note, self.parameters)
+            self.state.raise_difference(f"comparing model {self.number}", self.parameters)
         if any(note.changed for note in notes):
             self._copy_new(first)
         return stop_code(
@@ -190,10 +189,10 @@ class Reduction(Kept):
 
     def _copy_new(self, first: int) -> None:
         """Copy buffers that changed for the first time; from now on they go with the sums."""
-        note = Note(Action.COMPARING, self.number)
-        for names in self.state.agreement.gather(note, self._new()):
+        action = f"copying buffers of model {self.number}"
+        for names in self.state.agreement.gather(action, self._new()):
             self.changing.update(names)
-        self.put(self.state.agreement.broadcast(note, self.states(), first))
+        self.put(self.state.agreement.broadcast(action, self.states(), first))
 
 
 def reduction_of(
@@ -376,8 +375,8 @@ class LocalReduction(Reduction):
             }
             for name, parameter in self.parameters.items()
         }
-        note = Note(Action.MEETING, self.number, self.meetings.meetings)
-        for theirs in self.state.agreement.gather(note, forms):
+        action = f"averaging model {self.number} in meeting {self.meetings.meetings}"
+        for theirs in self.state.agreement.gather(action, forms):
             for name, entries in theirs.items():
                 parameter = self.parameters[name]
                 for key, (shape, dtype) in entries.items():

@@ -4,15 +4,15 @@ import atexit
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -20,17 +20,22 @@ from torch.optim.optimizer import (
 
 from hvdtrain import world
 from hvdtrain.device import choose_device
-from hvdtrain.errors import HvdtrainError, Interrupted, Preempted, UsageError
+from hvdtrain.engine.agreement import Agreement, check_digests
+from hvdtrain.errors import CheckFailed, HvdtrainError, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.stop import STOP_SIGNALS, StopRequest
 from hvdtrain.options.syncoptions import Library
+from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.sync.groups import reduction_library, remarks
 from hvdtrain.sync.states import Kept
-from hvdtrain.torch.agreement import Action, Agreement, Note, check_weights
 from hvdtrain.torch.reading import Batch, Reading
 from hvdtrain.world import World
 
 STALL_SECONDS = 1800.0
+SAME_CALLS = (
+    "make the same steps, evaluations and saves on all ranks (distributed.loader and "
+    "distributed.sampler yield the same number of batches on each)"
+)
 IN_A_CHILD = (
     "distributed.start() is called again in a child process, as a spawned worker of a DataLoader "
     'imports the program: put its code under `if __name__ == "__main__":`'
@@ -211,14 +216,44 @@ class State:
                 "on every rank, since it divides each batch"
             )
 
-    def check_models(self, note: Note, are_compared: bool = True) -> None:
+    @property
+    def saving(self) -> str:
+        """The action of all ranks that save now, in words."""
+        return f"saving after step {self.steps}"
+
+    def check_models(self, action: str, are_compared: bool = True) -> None:
         """Compare the weights of prepared models, on the ranks that compare theirs. Collective.
 
         Raises:
             CheckFailed: on all ranks, if they differ.
         """
         weights = dict(self.module.named_parameters()) if are_compared else {}
-        check_weights(self.agreement, note, weights)
+        self.check_weights(action, weights)
+
+    def check_weights(self, action: str, weights: Mapping[str, Tensor]) -> None:
+        """Compare the weights of all ranks that give any. Collective.
+
+        Raises:
+            CheckFailed: on all ranks, if they differ.
+        """
+        number = fingerprint(weights.values()) if self.place.size > 1 else 0
+        notes = self.agreement.exchange(action, fingerprint=number)
+        if len({note.fingerprint for note in notes if note.fingerprint}) > 1:
+            self.raise_difference(action, weights)
+
+    def raise_difference(self, action: str, weights: Mapping[str, Tensor]) -> NoReturn:
+        """Name the first weight that differs between ranks. Collective.
+
+        Raises:
+            CheckFailed: on all ranks.
+        """
+        digests = {name: fingerprint([value]) for name, value in weights.items()}
+        check_digests(
+            self.agreement.gather(action, digests),
+            ": load weights before prepare or on all ranks, change none on one rank only, and "
+            "decide by numbers that are the same on all ranks, as of distributed.total",
+        )
+        raise CheckFailed("the ranks hold different weights: change none on one rank only")
 
     def note_positions(self, at_ends: bool = False) -> None:
         """Set the positions to the batches that were used; `at_ends`: only to the last ones."""
@@ -283,7 +318,7 @@ def start(
     place = Rank(joined.rank, joined.size, joined.local_rank, joined.local_size, chosen)
     library = reduction_library(reduce_with, joined) if joined.size > 1 else "mpi"
     notes = remarks(reduce_with, joined)
-    _state = State(joined, place, Agreement(joined, stall_timeout), library)
+    _state = State(joined, place, Agreement(joined, SAME_CALLS, stall_timeout), library)
     for note in notes:
         _state.remark(note)
     before = register_optimizer_step_pre_hook(_before_step)
@@ -328,7 +363,7 @@ def leave_together() -> None:
             model.check_steps()
         # One rank may have changed its weights after the last step, as to export the best ones.
         are_as_stepped = all(model.is_as_stepped for model in _state.models)
-        _state.check_models(Note(Action.LEAVING), are_as_stepped)
+        _state.check_models("at the end of the program", are_as_stepped)
     except HvdtrainError as error:
         failure.fail(error)
     _state = None

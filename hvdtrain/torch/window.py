@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.cut import Share
-from hvdtrain.torch.agreement import Action, Note, as_bits, from_bits
 from hvdtrain.torch.reading import Batch
 from hvdtrain.torch.start import State
 
@@ -77,8 +77,9 @@ class Window:
         self.batches.append(batch)
         if batch.total < 0 or self.weighed:
             self.counting = True
-            note = Note(Action.COUNTING, self.number, backward, samples=batch.samples)
-            state.agreement.post(note._replace(weight=as_bits(part or 0.0)))
+            action = f"counting the samples of backward {backward} of model {self.number}"
+            bits = int(np.float64(part or 0.0).view(np.int64))
+            state.agreement.post(action, samples=batch.samples, weight=bits)
             state.agreement.settle = self.weight_of_last
 
     @property
@@ -97,7 +98,7 @@ class Window:
                 first = next((rank for rank, count in enumerate(counts) if count), 0)
                 batch = replace(batch, total=sum(counts), first=first)
             if self.weighed:
-                parts = [from_bits(note.weight) for note in notes]
+                parts = [float(np.int64(note.weight).view(np.float64)) for note in notes]
                 whole = math.fsum(parts)
                 batch = replace(batch, factor=parts[state.place.rank] / whole if whole else 0.0)
             self.batches[-1] = batch

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from hvdtrain import torch as distributed
 from hvdtrain.errors import CheckFailed, UsageError
 from hvdtrain.torch import gradients
-from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.start import current
 from hvdtrain.world import World
 from tests.mpi.loops import (
@@ -60,7 +59,7 @@ def saved(model: nn.Module, folder: Path) -> None:
 
 
 def ended(model: nn.Module, folder: Path) -> None:
-    current().check_models(Note(Action.LEAVING))
+    current().check_models("at the end of the program")
 
 
 @pytest.mark.several_ranks
