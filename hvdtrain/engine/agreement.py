@@ -8,7 +8,7 @@ report it, where they would otherwise wait for one another without an end.
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -57,70 +57,45 @@ class Agreement:
     Args:
         cure: what users should do if the ranks do different things.
         limit: seconds to wait for the other ranks.
-
-    Attributes:
-        settle: reads the note that is under way before another one is sent, as in a backward that
-            passes through two models; None if its sender reads it.
     """
 
     def __init__(self, world: World, cure: str, limit: float = math.inf) -> None:
         self.rank, self.size, self.cure, self.limit = world.rank, world.size, cure, limit
         # A communicator of its own: an all-gather must not meet another collective call.
         self.communicator = world.communicator.Dup() if world.communicator is not None else None
-        self._received = np.empty((world.size, len(Note._fields)), np.int64)
-        self._request: Any = None
-        self._action = ""
-        self.settle: Callable[[], object] | None = None
 
-    def post(self, action: str, **facts: int) -> None:
-        """Send this rank's note, and return at once.
+    def exchange(self, action: str, **facts: int) -> list[Note]:
+        """Return the notes of all ranks, in rank order.
 
         Args:
-            action: what the rank does, as a part of a sentence.
-            facts: fields of the note.
-        """
-        if self.settle is not None:
-            self.settle()
-        assert self._request is None, "one note at a time"
-        self._action = action
-        # The memory must live as long as the request.
-        self._sent = np.array(Note(zlib.crc32(action.encode()), **facts), np.int64)
-        if self.communicator is not None:
-            self._request = self.communicator.Iallgather(self._sent, self._received)
-        else:
-            self._received[0] = self._sent
-
-    def read(self) -> list[Note]:
-        """Return the notes of all ranks, in rank order, to the note that was posted.
+            action: what this rank does, as a part of a sentence.
+            facts: fields of its note.
 
         Raises:
             CheckFailed: on all ranks, if they do different things.
             RankError: if a rank does not answer within the limit.
         """
-        if self._request is not None:
-            until = time.monotonic() + self.limit
-            wait_until(lambda: self._request.Test() or time.monotonic() > until)
-            if not self._request.Test():
-                raise RankError(
-                    f"rank {self.rank} has waited {self.limit:.0f} s for the other ranks "
-                    f"{self._action}: look for a rank that hangs, or raise stall_timeout of "
-                    "hvdtrain.torch.start"
-                )
-            self._request = None
-        notes = [Note(*map(int, row)) for row in self._received]
-        if self.communicator is not None and len({note.action for note in notes}) > 1:
-            actions = self.communicator.allgather(self._action)
-            for rank, action in enumerate(actions):
-                if action != actions[0]:
+        note = Note(zlib.crc32(action.encode()), **facts)
+        if self.communicator is None:
+            return [note]
+        sent, received = np.array(note, np.int64), np.empty((self.size, len(note)), np.int64)
+        request = self.communicator.Iallgather(sent, received)
+        until = time.monotonic() + self.limit
+        wait_until(lambda: request.Test() or time.monotonic() > until)
+        if not request.Test():
+            raise RankError(
+                f"rank {self.rank} has waited {self.limit:.0f} s for the other ranks {action}: "
+                "look for a rank that hangs, or raise stall_timeout of hvdtrain.torch.start"
+            )
+        notes = [Note(*map(int, row)) for row in received]
+        if len({note.action for note in notes}) > 1:
+            actions = self.communicator.allgather(action)
+            for rank, other in enumerate(actions):
+                if other != actions[0]:
                     raise CheckFailed(
-                        f"rank {rank} is {action} while rank 0 is {actions[0]}: {self.cure}"
+                        f"rank {rank} is {other} while rank 0 is {actions[0]}: {self.cure}"
                     )
         return notes
-
-    def exchange(self, action: str, **facts: int) -> list[Note]:
-        """Post a note and return those of all ranks, as `read` does."""
-        self.post(action, **facts)
-        return self.read()
 
     def gather(self, action: str, value: Any) -> list[Any]:
         """Return every rank's small `value`, in rank order, once all ranks do the same."""

@@ -4,8 +4,7 @@ Ranks sum gradients, running statistics and other buffers in every backward. Wit
 train apart and average their weights after a period.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from typing_extensions import override
 from hvdtrain.engine.agreement import Note
 from hvdtrain.engine.control import stop_code
 from hvdtrain.errors import UsageError
-from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.extrastate import COMPILED
 from hvdtrain.options.syncrequest import (
     NO_COMPRESSION,
@@ -29,7 +27,7 @@ from hvdtrain.plan.cut import Share
 from hvdtrain.sync.apart import SampleCount
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
-from hvdtrain.sync.gradients import Bucket, ExactSums, Gradients, ReplicatedGradients, Sums
+from hvdtrain.sync.gradients import Gradients, ReplicatedGradients
 from hvdtrain.sync.groups import collectives_of
 from hvdtrain.sync.local import LocalMeetings
 from hvdtrain.sync.states import Kept, Replica, Shapes, States
@@ -50,8 +48,6 @@ class Reduction(Kept):
     Attributes:
         changing: names of the buffers of `others` that forwards change on any rank.
         is_exact: whether all ranks hold the same weights after each step.
-        weight: returns the factor of this rank's buckets, once it is known; None if the gradients
-            in them are weighted already.
     """
 
     is_exact = True
@@ -68,7 +64,6 @@ class Reduction(Kept):
         self.parameters, self.others = dict(parameters), dict(others)
         self.groups: list[Gradients] = []
         self.changing: set[str] = set()
-        self.weight: Callable[[], float] | None = None
         self._seen = self._versions()
 
     def announce(self, share: Share) -> None:
@@ -126,7 +121,7 @@ class Reduction(Kept):
             collectives = collectives_of(self.state.engine, everybody, place.rank, name)
         is_whole = not parameters or any(v.dtype == torch.float16 for v in parameters.values())
         request = NO_COMPRESSION if is_whole else self.compression
-        sums = WeightedSums(make_sums(request, collectives), self)
+        sums = make_sums(request, collectives)
         gradients = ReplicatedGradients(parameters, statistics, states, collectives, sums)
         self.groups.append(gradients)
 
@@ -302,9 +297,8 @@ class LocalReduction(Reduction):
     ) -> None:
         if not parameters:
             return
-        alone, nothing = Alone(), States(dict, lambda _: None)
-        sums = WeightedSums(ExactSums(alone), self)
-        self.groups.append(ReplicatedGradients(parameters, {}, nothing, alone, sums))
+        nothing = States(dict, lambda _: None)
+        self.groups.append(ReplicatedGradients(parameters, {}, nothing, Alone()))
 
     @override
     def start(self, share: Share) -> None:
@@ -384,54 +378,6 @@ class LocalReduction(Reduction):
                         device = parameter.device if shape else torch.device("cpu")
                         zeros = torch.zeros(shape, dtype=dtype, device=device)
                         state[parameter][key] = zeros
-
-
-class WeightedSums(Sums):
-    """Sums of buckets whose weight is known only when they are complete."""
-
-    def __init__(self, sums: Sums, reduction: Reduction) -> None:
-        self.sums, self.reduction = sums, reduction
-
-    def attach(self, buckets: Sequence[Bucket]) -> None:
-        """Attach the buckets to the sums."""
-        self.sums.attach(buckets)
-
-    def start(self, bucket: Bucket) -> Any:
-        """Weight a bucket, and start its all-reduce."""
-        if self.reduction.weight is not None:
-            weight = self.reduction.weight()
-            # A placeholder's gradients may be NaN.
-            bucket.flat.mul_(weight) if weight else bucket.flat.zero_()
-        return self.sums.start(bucket)
-
-    def finish(self, bucket: Bucket, handle: Any) -> None:
-        """Wait for the sum."""
-        self.sums.finish(bucket, handle)
-
-    def after_update(self) -> None:
-        """Count the step."""
-        self.sums.after_update()
-
-    def counted(self) -> Mapping[str, float]:
-        """Return what the sums have counted."""
-        return self.sums.counted()
-
-    def saved(self) -> dict[str, Tensor]:
-        """Return what the sums keep."""
-        return self.sums.saved()
-
-    def wanted(self, shapes: Shapes) -> frozenset[str]:
-        """Return what the sums read."""
-        return self.sums.wanted(shapes)
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the sums what was saved."""
-        self.sums.load(tensors)
-
-
-def stop_flags(stop: StopRequest | None) -> tuple[int, int]:
-    """Return whether this rank was interrupted, and whether it was preempted."""
-    return (int(stop.interrupted), int(stop.preempted)) if stop is not None else (0, 0)
 
 
 def period_of(sync: str, optimizers: Sequence[torch.optim.Optimizer]) -> int | None:
