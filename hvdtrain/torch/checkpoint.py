@@ -61,7 +61,7 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
         model.check_steps()
         model.meet()
     action, path = state.saving, Path(folder) / store.name_of(state.steps)
-    state.check_models(action)
+    state.check_weights(action, dict(state.module.named_parameters()))
     extra = _extra(state, action)
     random_states = torch.get_rng_state(), random_state(state.place.device)
     rng = state.agreement.gather(action, random_states)

@@ -280,7 +280,7 @@ class Replica:
             missing=len(missing),
             missing_digest=zlib.crc32(repr(sorted(missing)).encode()),
             fingerprint=self.reduction.fingerprint(self.backwards),
-            changed=self.reduction.changed(),
+            changed=len(self.reduction.changed()),
             interrupted=state.stop is not None and state.stop.interrupted,
             preempted=state.stop is not None and state.stop.preempted,
             settings=digest(self.optimizers) if state.place.size > 1 else 0,
@@ -367,11 +367,11 @@ class Replica:
         if self.phase is Phase.REDUCED:
             self.state.note_positions()
         self.phase, self._stepped = Phase.STEPPED, self._versions()
-        self.reduction.after_step(self.steps)
+        self.reduction.meetings.after_step(self.steps)
 
     def meet(self) -> None:
         """Let ranks that train apart agree. Collective."""
-        self.reduction.meet()
+        self.reduction.meetings.meet()
 
     @property
     def is_as_stepped(self) -> bool:

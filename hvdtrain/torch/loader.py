@@ -116,15 +116,35 @@ def whole_batches(count: int, batch_size: int) -> int:
     return count - count % batch_size
 
 
+class Ordered:
+    """Batches in an order of samples, which continue where the steps ended.
+
+    Attributes:
+        used: samples of a training epoch.
+        source: name of the order, by which a checkpoint knows the position in it.
+    """
+
+    used: int
+    source: str
+
+    @property
+    def position(self) -> int:
+        """Samples that steps have consumed, over all epochs and ranks."""
+        return current().position(self.source)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration is in, from 0."""
+        return self.position // self.used
+
+
 @dataclass(frozen=True)
-class PackedBatches:
+class PackedBatches(Ordered):
     """The batches that `loader` returns.
 
     Attributes:
         rows: of the split.
         batch_size: images per step, of all ranks together.
-        used: samples of a training epoch.
-        source: name of the order of samples, by which a checkpoint knows the position in it.
     """
 
     index: Index
@@ -147,16 +167,6 @@ class PackedBatches:
     def image_size(self) -> int:
         """Side of an image in pixels."""
         return self.index.image_shape[0]
-
-    @property
-    def position(self) -> int:
-        """Samples that steps have consumed, over all epochs and ranks."""
-        return current().position(self.source)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration is in, from 0."""
-        return self.position // self.used
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch on this rank."""
@@ -257,13 +267,11 @@ def sampler(
     return BatchOrder(count, used, batch_size, shuffle, seed, contents(dataset))
 
 
-class BatchOrder(Sampler[list[int]]):
+class BatchOrder(Ordered, Sampler[list[int]]):
     """The batches that `sampler` returns, as lists of indices.
 
     Attributes:
-        used: samples of an epoch.
         contents: checksum of the data set, as far as is seen.
-        source: name of the order, by which a checkpoint knows the position in it.
     """
 
     def __init__(
@@ -273,16 +281,6 @@ class BatchOrder(Sampler[list[int]]):
         self.count, self.used, self.batch_size = count, used, batch_size
         self.shuffle, self.seed = shuffle, seed
         self.source = f"a data set of {count} samples (seed {seed})"
-
-    @property
-    def position(self) -> int:
-        """Samples that steps have consumed, over all epochs and ranks."""
-        return current().position(self.source)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration is in, from 0."""
-        return self.position // self.used
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch on this rank."""

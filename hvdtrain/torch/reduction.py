@@ -24,7 +24,7 @@ from hvdtrain.options.syncrequest import (
 )
 from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.plan.cut import Share
-from hvdtrain.sync.apart import SampleCount
+from hvdtrain.sync.apart import Meetings, SampleCount
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients
@@ -48,6 +48,7 @@ class Reduction(Kept):
     Attributes:
         changing: names of the buffers of `others` that forwards change on any rank.
         is_exact: whether all ranks hold the same weights after each step.
+        meetings: of ranks that train apart; those that agree in every step have none.
     """
 
     is_exact = True
@@ -64,6 +65,7 @@ class Reduction(Kept):
         self.parameters, self.others = dict(parameters), dict(others)
         self.groups: list[Gradients] = []
         self.changing: set[str] = set()
+        self.meetings = Meetings()
         self._seen = self._versions()
 
     def announce(self, share: Share) -> None:
@@ -100,12 +102,6 @@ class Reduction(Kept):
         for group in self.groups:
             group.load(tensors)
 
-    def after_step(self, step: int) -> None:
-        """Do nothing: ranks agree in every step."""
-
-    def meet(self) -> None:
-        """Do nothing: ranks agree."""
-
     def add_group(
         self,
         parameters: Mapping[str, nn.Parameter],
@@ -131,9 +127,13 @@ class Reduction(Kept):
             return 0
         return fingerprint(self.parameters.values())
 
-    def changed(self) -> int:
-        """Return how many buffers have changed that are not copied yet."""
-        return len(self._new()) if self.state.place.size > 1 else 0
+    def changed(self) -> list[str]:
+        """Return the buffers that have changed and are not copied yet."""
+        if self.state.place.size == 1:
+            return []
+        now = self._versions()
+        names = [name for name in now if now[name] != self._seen[name]]
+        return [name for name in names if name not in self.changing]
 
     def judge(self, notes: Sequence[Note], first: int) -> int | None:
         """Act on what the ranks report after a backward; return their exit code, if they stop.
@@ -146,8 +146,11 @@ class Reduction(Kept):
         """
         if len({note.fingerprint for note in notes}) > 1:
             self.state.raise_difference(f"comparing model {self.number}", self.parameters)
-        if any(note.changed for note in notes):
-            self._copy_new(first)
+        if any(note.changed for note in notes):  # from now on they go with the sums
+            action = f"copying buffers of model {self.number}"
+            for names in self.state.agreement.gather(action, self.changed()):
+                self.changing.update(names)
+            self.put(self.state.agreement.broadcast(action, self.states(), first))
         return stop_code(
             any(note.interrupted for note in notes), any(note.preempted for note in notes)
         )
@@ -173,21 +176,6 @@ class Reduction(Kept):
             name: (id(value), 0 if value.is_inference() else value._version)
             for name, value in values.items()
         }
-
-    def _new(self) -> list[str]:
-        now = self._versions()
-        return [
-            name
-            for name, version in now.items()
-            if version != self._seen[name] and name not in self.changing
-        ]
-
-    def _copy_new(self, first: int) -> None:
-        """Copy buffers that changed for the first time; from now on they go with the sums."""
-        action = f"copying buffers of model {self.number}"
-        for names in self.state.agreement.gather(action, self._new()):
-            self.changing.update(names)
-        self.put(self.state.agreement.broadcast(action, self.states(), first))
 
 
 def reduction_of(
@@ -262,6 +250,7 @@ class LocalReduction(Reduction):
     """
 
     is_exact = False
+    meetings: LocalMeetings
 
     def __init__(
         self,
@@ -274,7 +263,7 @@ class LocalReduction(Reduction):
         period: int,
     ) -> None:
         super().__init__(number, parameters, others, state, NO_COMPRESSION)
-        self.optimizer, self.period, self.trained = optimizer, period, SampleCount()
+        self.optimizer, self.trained = optimizer, SampleCount()
         self.share = Share(0.0, False)
         everybody = tuple(range(state.place.size))
         collectives = collectives_of(
@@ -333,18 +322,6 @@ class LocalReduction(Reduction):
                 for bucket in group.buckets:
                     bucket.flat.fill_(torch.nan)
         return super().judge([note._replace(fingerprint=0) for note in notes], first)
-
-    @override
-    def after_step(self, step: int) -> None:
-        self.meetings.count_step()
-        if step % self.period == 0:
-            self.meet()
-
-    @override
-    def meet(self) -> None:
-        """Average weights, optimizer and statistics, if there was a step since the last time."""
-        if self.meetings.steps:
-            self.meetings.meet()
 
     @override
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -221,15 +221,6 @@ class State:
         """The action of all ranks that save now, in words."""
         return f"saving after step {self.steps}"
 
-    def check_models(self, action: str, are_compared: bool = True) -> None:
-        """Compare the weights of prepared models, on the ranks that compare theirs. Collective.
-
-        Raises:
-            CheckFailed: on all ranks, if they differ.
-        """
-        weights = dict(self.module.named_parameters()) if are_compared else {}
-        self.check_weights(action, weights)
-
     def check_weights(self, action: str, weights: Mapping[str, Tensor]) -> None:
         """Compare the weights of all ranks that give any. Collective.
 
@@ -363,7 +354,8 @@ def leave_together() -> None:
             model.check_steps()
         # One rank may have changed its weights after the last step, as to export the best ones.
         are_as_stepped = all(model.is_as_stepped for model in _state.models)
-        _state.check_models("at the end of the program", are_as_stepped)
+        weights = dict(_state.module.named_parameters()) if are_as_stepped else {}
+        _state.check_weights("at the end of the program", weights)
     except HvdtrainError as error:
         failure.fail(error)
     _state = None

@@ -59,7 +59,8 @@ def saved(model: nn.Module, folder: Path) -> None:
 
 
 def ended(model: nn.Module, folder: Path) -> None:
-    current().check_models("at the end of the program")
+    state = current()
+    state.check_weights("at the end of the program", dict(state.module.named_parameters()))
 
 
 @pytest.mark.several_ranks
