@@ -187,10 +187,11 @@ def check_same(variables: Sequence[keras.Variable]) -> None:
     Raises:
         CheckFailed: on all ranks, if they differ, naming a variable and a rank.
     """
-    digests = {
-        f"{variable.path} (variable {number})": int(fingerprint([variable.value]))
-        for number, variable in enumerate(variables)
-    }
+    digests: dict[str, int] = {}
+    for number, variable in enumerate(variables):  # two may have one path
+        name = f"{variable.path} (variable {number})"
+        name = name if variable.path in digests else variable.path
+        digests[name] = int(fingerprint([variable.value]))
     check_digests(
         gather("comparing weights", digests),
         ": load weights on all ranks or on none, and change none on one rank only",
