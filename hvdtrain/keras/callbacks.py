@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from hvdtrain import world
+from hvdtrain.engine.agreement import check_alike
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.losses import MeanLoss, watched_losses
 from hvdtrain.keras.optimizer import as_it_was, is_distributed, sums
@@ -150,21 +151,19 @@ def _check_alike(
         )
     for optimizer in optimizers:
         _check_local(optimizer) if is_local else _check_distributed(optimizer)
+    states = ("not built", "built")
     facts = {
-        "steps per epoch": params.get("steps"),
-        "epochs": params.get("epochs"),
-        "optimizers": [(type(optimizer).__name__, optimizer.built) for optimizer in optimizers],
-        "variables": [(variable.path, variable.shape) for variable in model.variables],
+        "fit": {"steps per epoch": str(params.get("steps")), "epochs": str(params.get("epochs"))},
+        "optimizer": {
+            f"class {number}": f"{type(optimizer).__name__}, {states[bool(optimizer.built)]}"
+            for number, optimizer in enumerate(optimizers)
+        },
+        "model": {
+            f"variable {number}": f"{variable.path} {variable.shape}"
+            for number, variable in enumerate(model.variables)
+        },
     }
-    everywhere = gather("about to train", facts)
-    for rank, theirs in enumerate(everywhere):
-        for name, value in everywhere[0].items():
-            if theirs[name] != value:
-                both = "" if name == "variables" else f" ({theirs[name]} and {value})"
-                raise UsageError(
-                    f"rank {rank} has different {name} than rank 0{both}: use the same on all "
-                    "ranks"
-                )
+    check_alike(gather("about to train", facts), "use the same on all ranks")
 
 
 def _check_distributed(optimizer: Any) -> None:

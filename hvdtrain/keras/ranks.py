@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import keras
@@ -10,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import world
-from hvdtrain.errors import CheckFailed, UsageError, one_line
+from hvdtrain.engine.agreement import Agreement, check_digests
+from hvdtrain.errors import UsageError, one_line
 from hvdtrain.health import failure
 from hvdtrain.host.process import wait_until
 from hvdtrain.world import World
@@ -126,15 +128,13 @@ def gather(what: str, value: Any) -> list[Any]:
     Raises:
         CheckFailed: if a rank is in another action.
     """
-    answers = world.current().gather((what, value))
-    first = answers[0][0]
-    for rank, (other, _) in enumerate(answers):
-        if other != first:
-            raise CheckFailed(
-                f"rank {rank} is {other} while rank 0 is {first}: run the same steps and "
-                "evaluations on all ranks, with the same callbacks"
-            )
-    return [rank_value for _, rank_value in answers]
+    return _agreement().gather(what, value)
+
+
+@cache
+def _agreement() -> Agreement:
+    cure = "run the same steps and evaluations on all ranks, with the same callbacks"
+    return Agreement(world.current(), cure)
 
 
 def broadcast(variables: Sequence[keras.Variable]) -> None:
@@ -187,20 +187,15 @@ def check_same(variables: Sequence[keras.Variable]) -> None:
     Raises:
         CheckFailed: on all ranks, if they differ, naming a variable and a rank.
     """
-    digests = [int(fingerprint([variable.value])) for variable in variables]
-    everywhere = gather("comparing weights", digests)
-    for rank, theirs in enumerate(everywhere):
-        different = [
-            variable.path
-            for variable, first, other in zip(variables, everywhere[0], theirs, strict=True)
-            if first != other
-        ]
-        if different:
-            more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-            raise CheckFailed(
-                f"rank {rank} and rank 0 hold different values of {different[0]}{more}: load "
-                "weights on all ranks or on none, and change none on one rank only"
-            )
+    digests: dict[str, int] = {}
+    for number, variable in enumerate(variables):  # two may have one path
+        name = f"{variable.path} (variable {number})"
+        name = name if variable.path in digests else variable.path
+        digests[name] = int(fingerprint([variable.value]))
+    check_digests(
+        gather("comparing weights", digests),
+        ": load weights on all ranks or on none, and change none on one rank only",
+    )
 
 
 def fingerprint(values: Sequence[Any]) -> Any:

@@ -11,14 +11,11 @@ After `loss.backward()` gradients are those of the mean loss over the global bat
 of it each rank has. Everything else of the loop stays as it is.
 """
 
-from hvdtrain.torch.checkpoint import load, save
+from hvdtrain.torch.checkpoint import load, save, steps
 from hvdtrain.torch.evaluate import evaluate, total
-from hvdtrain.torch.loader import loader
-from hvdtrain.torch.prepare import prepare
-from hvdtrain.torch.sampler import sampler
-from hvdtrain.torch.start import alone, start, stop
-from hvdtrain.torch.state import Rank
-from hvdtrain.torch.steps import accumulate, clip_norm_, steps, weight
+from hvdtrain.torch.loader import loader, sampler
+from hvdtrain.torch.prepare import accumulate, clip_norm_, prepare, weight
+from hvdtrain.torch.start import Rank, alone, start, stop
 
 __all__ = [
     "Rank",

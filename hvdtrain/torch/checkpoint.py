@@ -7,9 +7,9 @@ a loop resumes on any number of ranks.
 import base64
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,16 +25,16 @@ from hvdtrain.backends.pytorch.state import (
 from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.store import EXTRA, MODEL, OPTIMIZER, SYNC, Checkpoint
 from hvdtrain.device import random_state, set_random_state
-from hvdtrain.errors import DataError, UsageError
+from hvdtrain.errors import DataError, HvdtrainError, Interrupted, Preempted, UsageError
 from hvdtrain.host import files
+from hvdtrain.host.process import StopRequest
 from hvdtrain.models import weights
 from hvdtrain.sync.states import digest
-from hvdtrain.torch import state as states
-from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.alike import check_models
 from hvdtrain.torch.reduction import COMPILED
-from hvdtrain.torch.state import State, Watched
+from hvdtrain.torch.start import State, current
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 LOOP = f"{EXTRA}loop"  # in the manifest of older versions, which is small
 RandomStates = tuple[Tensor, Tensor | None]  # of PyTorch's generators on the CPU and on the GPU
 
@@ -54,28 +54,30 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
             the folder has a checkpoint of a later step and was not loaded.
         DataError: on all ranks, if it cannot be written.
     """
-    state = states.current()
+    state = current()
     if not state.models:
         raise UsageError("there is nothing to save: call distributed.prepare before save")
     for model in state.models:
         model.check_steps()
         model.meet()
-    steps = state.models[0].steps
-    check_models(state, Note(Action.SAVING, number=steps))
-    extra = _extra(state, steps)
+    action, path = state.saving, Path(folder) / store.name_of(state.steps)
+    state.check_weights(action, dict(state.module.named_parameters()))
+    extra = _extra(state, action)
     random_states = torch.get_rng_state(), random_state(state.place.device)
-    rng = state.agreement.gather(Note(Action.SAVING, number=steps), random_states)
-    kept = _kept(state) | extra
-    fault, path = None, Path(folder) / store.name_of(steps)
-    if state.place.is_first:
-        try:
-            _check_folder(state, path.parent)
-            _write(state, path, keep, rng, kept, others)
-        except (DataError, UsageError) as error:
-            fault = error
-    fault = state.agreement.broadcast(Note(Action.SAVING, number=steps), fault)
-    if fault is not None:
-        raise fault
+    rng = state.agreement.gather(action, random_states)
+    kept = {
+        f"{SYNC}{number}/{name}": value.cpu()
+        for number, model in enumerate(state.models)
+        for name, value in model.kept.saved().items()
+    }
+    everywhere = state.world.gather_on_first(kept) if kept else [kept]
+    beside = {name: value for theirs in everywhere for name, value in theirs.items()} | extra
+
+    def write() -> None:
+        _check_folder(state, path.parent)
+        _write(state, path, keep, rng, beside, others)
+
+    _by_first(state, action, write)
     return path
 
 
@@ -96,18 +98,10 @@ def load(folder: str | Path, **others: Any) -> Path | None:
         UsageError: on all ranks, if it is of another model, optimizer or other objects.
         DataError: on all ranks, if there are checkpoints and none verifies.
     """
-    state = states.current()
+    state = current()
     if not state.models:
         raise UsageError("there is nothing to load into: call distributed.prepare before load")
-    content: Any = None
-    if state.place.is_first:
-        try:
-            content = _read(Path(folder))
-        except DataError as error:
-            content = error
-    content = state.agreement.broadcast(Note(Action.LOADING), content)
-    if isinstance(content, DataError):
-        raise content
+    content = _by_first(state, "loading", lambda: _read(Path(folder)))
     state.loaded.add(Path(folder).resolve())
     if content is None:
         return None
@@ -116,48 +110,97 @@ def load(folder: str | Path, **others: Any) -> Path | None:
     return Path(path)
 
 
-def check_folder(folder: str | Path) -> None:
-    """Refuse a folder that `save` would refuse, before any step is made. Collective.
+def steps(
+    batches: Iterable[Item],
+    save_to: str | Path | None = None,
+    *,
+    every: int | None = None,
+    keep: int = 2,
+    **others: Any,
+) -> Iterator[Item]:
+    """Yield the batches; stop after a step, on all ranks, when a rank is requested to.
+
+    Requests are Ctrl-C and the signals of schedulers: SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP. The
+    ranks agree on them in each backward. The state is saved, and the program ends with exit code
+    75, or 130 after Ctrl-C. A second Ctrl-C ends it at once. From the first call on requests are
+    kept until the next step, also during an evaluation.
+
+    Args:
+        batches: this rank's batches of an epoch.
+        save_to: the folder of checkpoints; None saves nothing.
+        every: steps between checkpoints; None saves only before it stops.
+        keep: newest checkpoints to keep.
+        others: further objects to save, as in `save`.
 
     Raises:
-        UsageError: on all ranks.
+        Preempted, Interrupted: on all ranks, after the state is saved.
+        UsageError: if `every` is given and `save_to` is not, or the folder has a checkpoint of a
+            later step and was not loaded.
     """
-    state = states.current()
-    fault, steps = None, state.models[0].steps
+    if every is not None and (save_to is None or every < 1):
+        raise UsageError("steps saves every N steps, at least 1, to a folder: give save_to")
+    state = current()
+    if state.stop is None:  # it records requests until the end of the program
+        state.stop = StopRequest().__enter__()
+        state.undo.append(state.stop.__exit__)
+    before = state.steps
+    if save_to is not None and state.models:
+        folder = Path(save_to)
+        _by_first(state, state.saving, lambda: _check_folder(state, folder))
+    for batch in batches:
+        yield batch
+        if state.place.size == 1 and state.stop.requested:
+            kind = Interrupted if state.stop.interrupted else Preempted
+            state.stop_code = kind.exit_code
+        if state.stop_code is not None:
+            kind = Interrupted if state.stop_code == Interrupted.exit_code else Preempted
+            what = "interrupted" if kind is Interrupted else "requested to stop"
+            where = f"{what} after step {state.steps}"
+            if save_to is None or not state.models:
+                raise kind(f"{where}; nothing was saved: give save_to to distributed.steps")
+            path = save(save_to, keep=keep, **others)
+            raise kind(f"{where}; the state is in {path}: start again to resume")
+        if every is not None and save_to is not None and state.steps - before >= every:
+            before = state.steps
+            save(save_to, keep=keep, **others)
+
+
+def _by_first(state: State, action: str, work: Callable[[], Result]) -> Result:
+    """Return on all ranks what `work` returns on rank 0, or raise its error. Collective."""
+    result: Any = None
     if state.place.is_first:
         try:
-            _check_folder(state, Path(folder))
-        except UsageError as error:
-            fault = error
-    fault = state.agreement.broadcast(Note(Action.SAVING, number=steps), fault)
-    if fault is not None:
-        raise fault
+            result = work()
+        except (DataError, UsageError) as error:
+            result = error
+    result = state.agreement.broadcast(action, result)
+    if isinstance(result, HvdtrainError):
+        raise result
+    returned: Result = result
+    return returned
 
 
 def _check_folder(state: State, folder: Path) -> None:
     """Refuse a folder of another run, whose later checkpoint `load` would prefer."""
     kept = store.stored(folder) if folder.is_dir() else []
-    steps = state.models[0].steps
-    if kept and store.step_of(kept[-1].name) > steps and folder.resolve() not in state.loaded:
+    is_later = bool(kept) and store.step_of(kept[-1].name) > state.steps
+    if is_later and folder.resolve() not in state.loaded:
         raise UsageError(
-            f"{kept[-1]} is newer than step {steps} of this program: call distributed.load before "
-            "the loop, or save to another folder"
+            f"{kept[-1]} is newer than step {state.steps} of this program: call distributed.load "
+            "before the loop, or save to another folder"
         )
 
 
-def _extra(state: State, steps: int) -> dict[str, Tensor]:
+def _extra(state: State, action: str) -> dict[str, Tensor]:
     """Return what modules keep beside their tensors, by name. Collective.
 
     Raises:
         UsageError: on all ranks, if the ranks differ in it: a checkpoint holds that of rank 0.
     """
-    extra = {
-        f"{EXTRA}{name}": value
-        for number, model in enumerate(state.models)
-        for name, value in weights.saved(model.model, _prefix(state, number)).items()
-    }
+    saved = weights.saved(state.module, "")
+    extra = {f"{EXTRA}{name}": value for name, value in saved.items()}
     digests = {name: digest(value) for name, value in extra.items()}
-    everywhere = state.agreement.gather(Note(Action.SAVING, number=steps), digests)
+    everywhere = state.agreement.gather(action, digests)
     for rank, theirs in enumerate(everywhere):
         if different := sorted(name for name, _ in theirs.items() ^ everywhere[0].items()):
             raise UsageError(
@@ -167,40 +210,41 @@ def _extra(state: State, steps: int) -> dict[str, Tensor]:
     return extra
 
 
-def _kept(state: State) -> dict[str, Tensor]:
-    """Return on rank 0 what the compressed sums of all ranks keep, by name. Collective."""
-    kept = {
-        f"{SYNC}{number}/{name}": value.cpu()
-        for number, model in enumerate(state.models)
-        for name, value in model.kept.saved().items()
-    }
-    everywhere = state.world.gather_on_first(kept) if kept else [kept]
-    return {name: value for theirs in everywhere for name, value in theirs.items()}
-
-
 def _write(
     state: State,
     path: Path,
     keep: int,
     rng: list[RandomStates],
-    kept: Mapping[str, Tensor],
+    beside: Mapping[str, Tensor],
     others: Mapping[str, Any],
 ) -> None:
-    tensors: dict[str, Tensor] = dict(kept)
-    for number, model in enumerate(state.models):
-        tensors |= _tensors(state, number, model)
+    """Write a checkpoint; `beside`: tensors beside those of models and optimizers, by name."""
+    parameters, buffers = _named(state)
+    tensors: dict[str, Tensor] = dict(beside)
+    tensors |= {f"{MODEL}{name}": value for name, value in (parameters | buffers).items()}
+    for optimizer in state.optimizers:
+        for name, value in parameters.items():
+            for key, entry in optimizer.state.get(value, {}).items():
+                if entry is not None:  # SGD without momentum keeps a None
+                    tensors[f"{OPTIMIZER}{name}/{key}"] = _entry(optimizer, key, entry)
+    for name, other in others.items():
+        if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+            raise UsageError(
+                f"{name} is a {type(other).__name__}, which has no state_dict: save what has one"
+            )
     check_dtypes(tensors)
     loop = {
         "groups": [
-            _options(optimizer) for model in state.models for optimizer in model.optimizers
+            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            for optimizer in state.optimizers
         ],
-        "others": {name: _state_dict(name, value) for name, value in others.items()},
+        "others": {name: other.state_dict() for name, other in others.items()},
         "rng": [cpu for cpu, _ in rng],
         "device_rng": [device for _, device in rng],
     }
     tensors[LOOP] = torch.frombuffer(bytearray(_packed(loop)), dtype=torch.uint8)
     progress = {
-        "step": state.models[0].steps,
+        "step": state.steps,
         "steps": [model.steps for model in state.models],
         "positions": state.positions,
     }
@@ -243,23 +287,28 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
         raise UsageError(
             f"{path} was not saved by hvdtrain.torch.save: give another folder"
         ) from None
-    _check_others(path, loop["others"], others)
-    targets = [_model_tensors(state, number, model) for number, model in enumerate(state.models)]
-    _check_tensors(path, checkpoint.tensors, {n: v for part in targets for n, v in part.items()})
-    optimizers = [optimizer for model in state.models for optimizer in model.optimizers]
-    _check_groups(path, loop["groups"], optimizers)
+    parameters, buffers = _named(state)
+    _check(path, checkpoint, loop, parameters | buffers, state.optimizers, others)
     extra = {name: to_tensor(value) for name, value in checkpoint.extra.items()}
-    for number, model in enumerate(state.models):
-        weights.load(model.model, _prefix(state, number), extra)
-    for part in targets:
-        for name, target in part.items():
-            target.copy_(to_tensor(checkpoint.tensors[name]))
-    for number, model in enumerate(state.models):
-        _put_optimizers(state, number, model, checkpoint)
-        _put_kept(number, model, checkpoint)
-    for optimizer, groups in zip(optimizers, loop["groups"], strict=True):
+    weights.load(state.module, "", extra)
+    for name, target in (parameters | buffers).items():
+        target.copy_(to_tensor(checkpoint.tensors[name]))
+    for optimizer, groups in zip(state.optimizers, loop["groups"], strict=True):
+        stepped = {id(v) for group in optimizer.param_groups for v in group["params"]}
+        optimizer.state.clear()
+        kept = {
+            name: {key: to_tensor(value) for key, value in checkpoint.optimizer[name].items()}
+            for name, value in parameters.items()
+            if name in checkpoint.optimizer and id(value) in stepped
+        }
+        restore_state(optimizer, parameters, kept)
         for group, options in zip(optimizer.param_groups, groups, strict=True):
             group.update(options)
+    for number, model in enumerate(state.models):
+        residuals = store.of_kind(checkpoint.sync, f"{number}/")
+        saved = {name: to_tensor(value) for name, value in residuals.items()}
+        names = model.kept.wanted({name: tuple(value.shape) for name, value in saved.items()})
+        model.kept.load({name: saved[name] for name in names})
     for name, other in others.items():
         other.load_state_dict(loop["others"][name])
     if len(loop["rng"]) == state.place.size:
@@ -272,38 +321,6 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
     state.readings = [reading for reading in state.readings if reading.is_live]
 
 
-def _put_optimizers(state: State, number: int, model: Watched, checkpoint: Checkpoint) -> None:
-    parameters = _named_parameters(state, number, model)
-    for optimizer in model.optimizers:
-        stepped = {id(v) for group in optimizer.param_groups for v in group["params"]}
-        optimizer.state.clear()
-        kept = {
-            name: {key: to_tensor(value) for key, value in checkpoint.optimizer[name].items()}
-            for name, value in parameters.items()
-            if name in checkpoint.optimizer and id(value) in stepped
-        }
-        restore_state(optimizer, parameters, kept)
-
-
-def _put_kept(number: int, model: Watched, checkpoint: Checkpoint) -> None:
-    residuals = store.of_kind(checkpoint.sync, f"{number}/")
-    saved = {name: to_tensor(value) for name, value in residuals.items()}
-    names = model.kept.wanted({name: tuple(value.shape) for name, value in saved.items()})
-    model.kept.load({name: saved[name] for name in names})
-
-
-def _tensors(state: State, number: int, model: Watched) -> dict[str, Tensor]:
-    """Return the tensors of a model and its optimizers by their names in a checkpoint."""
-    parameters = _named_parameters(state, number, model)
-    tensors = {f"{MODEL}{n}": v for n, v in _model_tensors(state, number, model).items()}
-    for optimizer in model.optimizers:
-        for name, value in parameters.items():
-            for key, entry in optimizer.state.get(value, {}).items():
-                if entry is not None:  # SGD without momentum keeps a None
-                    tensors[f"{OPTIMIZER}{name}/{key}"] = _entry(optimizer, key, entry)
-    return tensors
-
-
 def _entry(optimizer: torch.optim.Optimizer, key: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value)
@@ -314,37 +331,12 @@ def _entry(optimizer: torch.optim.Optimizer, key: str, value: Any) -> Tensor:
         ) from None
 
 
-def _model_tensors(state: State, number: int, model: Watched) -> dict[str, Tensor]:
-    return _named_parameters(state, number, model) | {
-        f"{_prefix(state, number)}{name.replace(COMPILED, '')}": value
-        for name, value in model.model.named_buffers()
-    }
-
-
-def _named_parameters(state: State, number: int, model: Watched) -> dict[str, nn.Parameter]:
-    return {
-        f"{_prefix(state, number)}{name.replace(COMPILED, '')}": value
-        for name, value in model.model.named_parameters()
-    }
-
-
-def _prefix(state: State, number: int) -> str:
-    return f"{number}." if len(state.models) > 1 else ""
-
-
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _state_dict(name: str, value: Any) -> Any:
-    if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-        raise UsageError(
-            f"{name} is a {type(value).__name__}, which has no state_dict: save what has one"
-        )
-    return value.state_dict()
+def _named(state: State) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """Return the parameters and buffers of all models by their names in a checkpoint."""
+    return (
+        {n.replace(COMPILED, ""): value for n, value in state.module.named_parameters()},
+        {n.replace(COMPILED, ""): value for n, value in state.module.named_buffers()},
+    )
 
 
 def _packed(content: Any) -> bytes:
@@ -367,35 +359,35 @@ def _packed(content: Any) -> bytes:
     return file.getvalue()
 
 
-def _check_others(path: str, kept: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    if different := sorted(kept.keys() ^ others.keys()):
-        where = "was saved with" if different[0] in kept else "was saved without"
+def _check(
+    path: str,
+    checkpoint: Checkpoint,
+    loop: Mapping[str, Any],
+    targets: Mapping[str, Tensor],
+    optimizers: list[torch.optim.Optimizer],
+    others: Mapping[str, Any],
+) -> None:
+    """Refuse a checkpoint of other objects, tensors or groups of parameters."""
+    if different := sorted(loop["others"].keys() ^ others.keys()):
+        where = "was saved with" if different[0] in loop["others"] else "was saved without"
         raise UsageError(f"{path} {where} {different[0]}: give the same objects to save and load")
-
-
-def _check_groups(
-    path: str, kept: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
-    old, new = [len(groups) for groups in kept], [len(item.param_groups) for item in optimizers]
-    if old != new:
-        raise UsageError(
-            f"{path} was saved with {old} groups of parameters per optimizer, and there are {new} "
-            "now: make the optimizers as when it was saved, or use another folder"
-        )
-
-
-def _check_tensors(
-    path: str, kept: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor]
-) -> None:
-    for name in {**tensors, **kept}:
-        old = kept[name].shape if name in kept else None
-        new = tuple(tensors[name].shape) if name in tensors else None
-        if old != new:
-            shapes = [
-                " x ".join(map(str, s)) or "one value" if s is not None else "absent"
-                for s in (old, new)
-            ]
-            raise UsageError(
-                f"{path} is of another model: {name} is {shapes[0]} in the checkpoint and "
-                f"{shapes[1]} in the model: use the model of the checkpoint, or another folder"
+    for name in {**targets, **checkpoint.tensors}:
+        shapes = [
+            tuple(side[name].shape) if name in side else None
+            for side in (checkpoint.tensors, targets)
+        ]
+        if shapes[0] != shapes[1]:
+            old, new = (
+                " x ".join(map(str, shape)) or "one value" if shape is not None else "absent"
+                for shape in shapes
             )
+            raise UsageError(
+                f"{path} is of another model: {name} is {old} in the checkpoint and {new} in the "
+                "model: use the model of the checkpoint, or another folder"
+            )
+    counts = [len(groups) for groups in loop["groups"]]
+    if counts != (now := [len(optimizer.param_groups) for optimizer in optimizers]):
+        raise UsageError(
+            f"{path} was saved with {counts} groups of parameters per optimizer, and there are "
+            f"{now} now: make the optimizers as when it was saved, or use another folder"
+        )

@@ -11,10 +11,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from hvdtrain.errors import UsageError
-from hvdtrain.torch import state as states
-from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.alike import check_weights
-from hvdtrain.torch.state import State
+from hvdtrain.torch.start import State, current
 
 Criterion: TypeAlias = Callable[[Any, Any], Tensor | tuple[Any, Any]]
 
@@ -29,7 +26,7 @@ def total(*values: Any) -> Any:
         One sum for one value, a tuple of sums for several.
     """
     local = [value.item() if isinstance(value, Tensor) else value for value in values]
-    everywhere = states.current().agreement.gather(Note(Action.ADDING), local)
+    everywhere = current().agreement.gather("adding up numbers", local)
     sums = tuple(
         sum(numbers) if all(isinstance(n, int) for n in numbers) else math.fsum(numbers)
         for numbers in zip(*everywhere, strict=True)
@@ -61,11 +58,11 @@ def evaluate(
         UsageError: if no rank has a sample, or a batch does not tell how many it has.
         CheckFailed: on all ranks, if they hold different weights.
     """
-    state = states.current()
+    state = current()
     for prepared in state.models:
         prepared.meet()
     weights = {} if state.exempt else dict(model.named_parameters())
-    check_weights(state, Note(Action.EVALUATING), weights)
+    state.check_weights("evaluating", weights)
     sums = Sums()
     was_training = model.training
     model.eval()
@@ -81,7 +78,7 @@ def evaluate(
         model.train(was_training)
         state.evaluation = None
     sums.contents = state.contents
-    everywhere = state.agreement.gather(Note(Action.EVALUATING), sums)
+    everywhere = state.agreement.gather("evaluating", sums)
     state.compare_contents([one.contents for one in everywhere])
     samples, weight, answers = (
         math.fsum(getattr(one, name) for one in everywhere)

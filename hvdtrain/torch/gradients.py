@@ -10,7 +10,8 @@ same bits on all ranks. Clipping, GradScaler and the optimizer then need not kno
 import math
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, cast
 
@@ -19,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from hvdtrain.engine.agreement import check_alike
 from hvdtrain.errors import UsageError
+from hvdtrain.options.requests import CompressRequest
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.states import Kept
-from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.alike import check_alike, digest, settings
-from hvdtrain.torch.reduction import MadeBy, Reduction, reduction_of, stop_flags
-from hvdtrain.torch.state import State
-from hvdtrain.torch.window import ForwardWatch, Window, parameter_hooks, watched
+from hvdtrain.torch.reading import Batch, ForwardWatch, parameter_hooks, watched
+from hvdtrain.torch.reduction import reduction_of
+from hvdtrain.torch.start import State
 
 MOST_IDLE = 100  # backwards in a row without a step: a GradScaler leaves out a few
 
@@ -45,6 +46,8 @@ class Replica:
 
     Attributes:
         views: the gradients of `parameters` in the buckets.
+        batches: the micro-batches whose gradients are added up for one step.
+        touched: places of the parameters that have a gradient of them.
         backwards: number of backwards whose gradients were averaged.
         steps: number of steps of its optimizers.
         idle: backwards without a step since the last step.
@@ -56,12 +59,15 @@ class Replica:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         state: State,
-        made_by: MadeBy = Reduction,
+        compression: CompressRequest,
+        period: int | None,
     ) -> None:
         self.number, self.model, self.optimizers, self.state = number, model, [*optimizers], state
         named = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.names, self.parameters = list(named), list(named.values())
-        self.window, self.phase = Window(number, state), Phase.EMPTY
+        self.phase = Phase.EMPTY
+        self.batches: list[Batch] = []
+        self.touched: set[int] = set()
         self.backwards = self.steps = self.idle = 0
         self.samples: int | None = None
         self._weight = 1.0
@@ -78,7 +84,7 @@ class Replica:
             self._handles.append(parameter.register_hook(before))
             # Before the hooks of the buckets, which may start a reduction.
             self._handles.append(parameter.register_post_accumulate_grad_hook(after))
-        self.reduction = reduction_of(number, model, named, state, made_by)
+        self.reduction = reduction_of(number, model, optimizers[0], state, compression, period)
         self.kept: Kept = self.reduction
         self.views = [cast(Tensor, parameter.grad) for parameter in self.parameters]
         for parameter in self.parameters:
@@ -131,7 +137,7 @@ class Replica:
                 f"{gradient.dtype} on {gradient.device} now: call "
                 "distributed.prepare(model, optimizer) after the change"
             )
-        touched = self.window.touched
+        touched = self.touched
         if self._weight == 0.0:  # a placeholder's gradient may be NaN
             if place not in touched:
                 view.zero_()
@@ -144,27 +150,63 @@ class Replica:
     def _open(self) -> None:
         """Start a backward whose first gradient has arrived."""
         self._continue_window() if self.phase is Phase.ACCUMULATED else self._start_window()
-        window = self.window
-        window.post(self.samples, self.backwards + 1, self.reduction.is_exact)
-        if window.weighs_later and not self.state.accumulating:
-            # Not to wait for the other ranks here: whole buckets are weighted before their sums.
-            self._weight, self.reduction.weight = 1.0, window.weight_of_last
-            self.reduction.announce(Share(1.0, True))
-            return
-        self._weight, self.reduction.weight = window.weight_of_last(), None
+        self.batches.append(self._next_batch())
+        self._weight = self.batches[-1].weight
         if not self.state.accumulating:
-            self.reduction.announce(window.share(self.state.place.rank))
+            self.reduction.announce(self._share)
+
+    def _next_batch(self) -> Batch:
+        """Return the batch of this backward, once all ranks know its samples and weights.
+
+        Raises:
+            UsageError: if nothing knows the samples.
+        """
+        state = self.state
+        batch = state.use_batch()
+        if batch is None and self.samples is None:
+            raise UsageError(
+                "the number of samples of this backward is not known, since the model was not "
+                "called after its last step: call the prepared model, not its layers or its "
+                "forward, or use distributed.loader or distributed.sampler"
+            )
+        batch = batch or Batch(self.samples or 0, -1)
+        is_weighted = state.loss_weight is not None and self.reduction.is_exact
+        part, whole = state.loss_weight if is_weighted and state.loss_weight else (0.0, 1.0)
+        if not batch.samples:
+            part = 0.0  # labels of a placeholder have a weight, too
+        if batch.total < 0 or whole is None:
+            action = (
+                f"counting the samples of backward {self.backwards + 1} of model {self.number}"
+            )
+            bits = int(np.float64(part).view(np.int64))
+            notes = state.agreement.exchange(action, samples=batch.samples, weight=bits)
+            if batch.total < 0:
+                counts = [note.samples for note in notes]
+                first = next((rank for rank, count in enumerate(counts) if count), 0)
+                batch = replace(batch, total=sum(counts), first=first)
+            if whole is None:
+                whole = math.fsum(float(np.int64(n.weight).view(np.float64)) for n in notes)
+        if is_weighted:
+            batch = replace(batch, factor=part / whole if whole else 0.0)
+        return batch
+
+    @property
+    def _share(self) -> Share:
+        """The weight of this rank's running statistics."""
+        samples = sum(batch.samples for batch in self.batches)
+        total = sum(batch.total for batch in self.batches)
+        is_first = self.batches[-1].first == self.state.place.rank
+        return Share(samples / total if total else 0.0, is_first, samples)
 
     def _continue_window(self) -> None:
         """Keep what was accumulated, unless the user has cleared it."""
-        touched = self.window.touched
         for place, gradient in enumerate(self._leftover):
             if gradient is None:
-                touched.discard(place)
+                self.touched.discard(place)
             elif gradient is not self.views[place]:
                 self.views[place].copy_(gradient)
-        if not touched:
-            self.window.clear()
+        if not self.touched:
+            self.batches.clear()
 
     def _start_window(self) -> None:
         """Start a step, in which no gradients of an earlier one may be left.
@@ -184,7 +226,8 @@ class Replica:
                 "the gradients of the last step are still there, and backward would add to them: "
                 f"call zero_grad() of {self._optimizer} before each backward through this model"
             )
-        self.window.clear()
+        self.batches.clear()
+        self.touched.clear()
         self.idle += self.phase is Phase.REDUCED
         if self.idle >= MOST_IDLE:
             raise UsageError(self._never_steps())
@@ -211,67 +254,54 @@ class Replica:
         self._has_arrived = False
         self._leftover = []
         if self.state.accumulating:
-            self.phase, unused = Phase.ACCUMULATED, self._missing()
+            places = range(len(self.parameters))
+            self.phase, unused = Phase.ACCUMULATED, set(places) - self.touched
         else:
             self.phase, unused = Phase.REDUCED, self._reduce()
         for place, parameter in enumerate(self.parameters):
             parameter.grad = None if place in unused else self.views[place]
         self.state.note_positions(at_ends=True)  # the last batch may have no step of its own
 
-    def _missing(self) -> set[int]:
-        return set(range(len(self.parameters))) - self.window.touched
-
     def _reduce(self) -> set[int]:
-        """Sum the gradients over the ranks; return the parameters that no rank used."""
-        missing, window, state = self._missing(), self.window, self.state
-        window.weight_of_last()
+        """Sum the gradients over the ranks; return the parameters that no rank used.
+
+        Raises:
+            UsageError: on all ranks, if their optimizers have other options, as by schedulers.
+        """
+        state, batch = self.state, self.batches[-1]
+        missing = set(range(len(self.parameters))) - self.touched
         for place in missing:
             self.views[place].zero_()
         self.backwards += 1
-        self.reduction.start(window.share(state.place.rank))
-        interrupted, preempted = stop_flags(state.stop)
-        state.agreement.post(
-            Note(
-                Action.REDUCING,
-                self.number,
-                self.backwards,
-                position=window.batches[-1].end,
-                missing=len(missing),
-                missing_digest=_digest(missing),
-                fingerprint=self.reduction.fingerprint(self.backwards),
-                changed=self.reduction.changed(),
-                interrupted=interrupted,
-                preempted=preempted,
-                settings=digest(self.optimizers) if state.place.size > 1 else 0,
-                contents=state.contents,
-            )
+        self.reduction.start(self._share)
+        read = f" after {batch.end} samples" if batch.end >= 0 else ""
+        notes = state.agreement.exchange(
+            f"in backward {self.backwards} of model {self.number}{read}",
+            missing=len(missing),
+            missing_digest=zlib.crc32(repr(sorted(missing)).encode()),
+            fingerprint=self.reduction.fingerprint(self.backwards),
+            changed=len(self.reduction.changed()),
+            interrupted=state.stop is not None and state.stop.interrupted,
+            preempted=state.stop is not None and state.stop.preempted,
+            settings=digest(self.optimizers) if state.place.size > 1 else 0,
+            contents=state.contents,
         )
-        notes = state.agreement.read()
         self.reduction.finish()
-        self._check_settings(notes)
+        comparing = f"comparing model {self.number} after backward {self.backwards}"
+        if len({note.settings for note in notes}) > 1:
+            facts = {"optimizer": settings(self.optimizers, {})}
+            check_alike(
+                state.agreement.gather(comparing, facts),
+                "give schedulers numbers that are the same on all ranks, as of "
+                "distributed.evaluate or distributed.total",
+            )
         state.compare_contents([note.contents for note in notes])
-        state.stop_code = state.stop_code or self.reduction.judge(notes, window.batches[-1].first)
+        state.stop_code = state.stop_code or self.reduction.judge(notes, batch.first)
         if not all(note.missing for note in notes):
             return set()
         if len({note.missing_digest for note in notes}) == 1:
             return missing
-        comparing = Note(Action.COMPARING, self.number, self.backwards)
         return set.intersection(*state.agreement.gather(comparing, missing))
-
-    def _check_settings(self, notes: Sequence[Note]) -> None:
-        """Compare the learning rates and other options of the optimizers, as schedulers set them.
-
-        Raises:
-            UsageError: on all ranks, if they differ.
-        """
-        if len({note.settings for note in notes}) > 1:
-            facts = {"optimizer": settings(self.optimizers, {})}
-            comparing = Note(Action.COMPARING, self.number, self.backwards)
-            check_alike(
-                self.state.agreement.gather(comparing, facts),
-                "give schedulers numbers that are the same on all ranks, as of "
-                "distributed.evaluate or distributed.total",
-            )
 
     # Steps
 
@@ -282,13 +312,13 @@ class Replica:
             self.idle = 0  # an optimizer may evaluate it many times in a step
             loss = closure(*args, **kwargs)
             is_number = isinstance(loss, float) or (isinstance(loss, Tensor) and not loss.dim())
-            if not (is_number and self.reduction.is_exact and self.window.batches):
+            if not (is_number and self.reduction.is_exact and self.batches):
                 return loss
-            weight = self.window.batches[-1].weight
+            weight = self.batches[-1].weight
             number = float(loss.detach() if isinstance(loss, Tensor) else loss)
             part = number * weight if weight else 0.0
-            note = Note(Action.ADDING, self.number, self.backwards)
-            whole = math.fsum(self.state.agreement.gather(note, part))
+            action = f"adding up the losses of backward {self.backwards} of model {self.number}"
+            whole = math.fsum(self.state.agreement.gather(action, part))
             return torch.full_like(loss, whole) if isinstance(loss, Tensor) else whole
 
         return call
@@ -304,8 +334,25 @@ class Replica:
                 "a backward ended with an exception that was caught, so the gradients are lost: "
                 "do not catch exceptions of backward, and resume from a checkpoint"
             )
-        self._check_parameters()
-        self._check_optimizers()
+        known = {id(value) for value in self.parameters}
+        now = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        if {*map(id, now.values())} != known:
+            before = dict(zip(self.names, self.parameters, strict=True))
+            names = [name for name in {**now, **before} if now.get(name) is not before.get(name)]
+            what = "is no longer trained" if names[0] not in now else "is new"
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise UsageError(
+                f"the model has changed since prepare: {names[0]} {what}{more}: call "
+                "distributed.prepare(model, optimizer) again after the change"
+            )
+        for optimizer in self.optimizers:
+            stepped = [value for group in optimizer.param_groups for value in group["params"]]
+            if any(value.requires_grad and id(value) not in known for value in stepped):
+                raise UsageError(
+                    f"an optimizer {type(optimizer).__name__} has got parameters that are not the "
+                    "model's, whose gradients are not averaged: add their layers to the model, "
+                    "and call distributed.prepare(model, optimizer) again after the change"
+                )
         if self.phase is Phase.ACCUMULATED and not with_closure:
             raise UsageError(
                 "the optimizer steps with gradients that were only accumulated: run the last "
@@ -320,11 +367,11 @@ class Replica:
         if self.phase is Phase.REDUCED:
             self.state.note_positions()
         self.phase, self._stepped = Phase.STEPPED, self._versions()
-        self.reduction.after_step(self.steps)
+        self.reduction.meetings.after_step(self.steps)
 
     def meet(self) -> None:
         """Let ranks that train apart agree. Collective."""
-        self.reduction.meet()
+        self.reduction.meetings.meet()
 
     @property
     def is_as_stepped(self) -> bool:
@@ -350,30 +397,33 @@ class Replica:
             "prepare returned"
         )
 
-    def _check_parameters(self) -> None:
-        now = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
-        if [*map(id, now.values())] == [*map(id, self.parameters)]:
-            return
-        before = dict(zip(self.names, self.parameters, strict=True))
-        names = [name for name in {**now, **before} if now.get(name) is not before.get(name)]
-        what = "is no longer trained" if names[0] not in now else "is new"
-        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        raise UsageError(
-            f"the model has changed since prepare: {names[0]} {what}{more}: call "
-            "distributed.prepare(model, optimizer) again after the change"
-        )
 
-    def _check_optimizers(self) -> None:
-        known = {id(value) for value in self.parameters}
-        for optimizer in self.optimizers:
-            stepped = [value for group in optimizer.param_groups for value in group["params"]]
-            if any(value.requires_grad and id(value) not in known for value in stepped):
-                raise UsageError(
-                    f"an optimizer {type(optimizer).__name__} has got parameters that are not the "
-                    "model's, whose gradients are not averaged: add their layers to the model, "
-                    "and call distributed.prepare(model, optimizer) again after the change"
-                )
+def settings(
+    optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]
+) -> dict[str, str]:
+    """Return the classes and options of optimizers.
+
+    Args:
+        names: of the parameters, by their identity.
+    """
+    result: dict[str, str] = {}
+    for number, optimizer in enumerate(optimizers):
+        result[f"class of optimizer {number}"] = type(optimizer).__name__
+        for place, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                what = [names.get(id(item)) for item in value] if key == "params" else value
+                shown = what.tolist() if isinstance(what, Tensor) else what
+                result[f"{key} of group {place} of optimizer {number}"] = str(shown)
+    return result
 
 
-def _digest(places: set[int]) -> int:
-    return zlib.crc32(np.array(sorted(places), np.int64).tobytes())
+def digest(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return a checksum of the learning rates and of all other numbers of optimizers."""
+    numbers = [
+        float(value)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if isinstance(value, (int, float)) or key == "lr"
+    ]
+    return zlib.crc32(repr(numbers).encode())

@@ -1,13 +1,16 @@
-"""A packed data set as batches of tensors: this rank's share of each, in the order of training."""
+"""This rank's share of each batch, in the order of training: of a packed set, or of any other."""
 
-from collections.abc import Iterator
+import reprlib
+import zlib
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, from_numpy
+from torch.utils.data import Dataset, Sampler
 
 from hvdtrain.data import order
 from hvdtrain.data.augment import crop_flip
@@ -18,13 +21,15 @@ from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.engine.feed import cache_bytes, normalisation
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.stage import Images
-from hvdtrain.torch import state as states
-from hvdtrain.torch.reading import Reading, shared
-from hvdtrain.torch.state import State
+from hvdtrain.torch.reading import Batch, Counted, Reading, shared
+from hvdtrain.torch.start import State, current
 from hvdtrain.world import World
 
 ALONE = World("none", 0, 1, 0, 1, 1)
 AUGMENTATIONS = ("none", "crop-flip")
+HOLD = (list, tuple, range, np.ndarray, Tensor, Dataset)
+SHORT = reprlib.Repr()
+SHORT.maxother = SHORT.maxstring = 1000
 Pair = tuple[Tensor, Tensor]  # images float32 [n, C, H, W], labels int64 [n]
 
 
@@ -63,9 +68,14 @@ def loader(
         UsageError: for a wrong argument, or an empty split.
         DataError: if the data set is damaged.
     """
-    state = states.current()
+    state = current()
     index = read_index(str(folder))
-    _check(batch_size, augment)
+    if batch_size < 1:
+        raise UsageError(f"a batch of {batch_size} images: use at least 1")
+    if augment not in AUGMENTATIONS:
+        raise UsageError(
+            f"unknown augmentation {augment!r}: use one of {', '.join(AUGMENTATIONS)}"
+        )
     rows, held = order.holdout(index.splits["train"].count, holdout, index.hash, seed)
     stored = {"train": "train", "val": "train", "test": "test"}.get(split)
     if stored is None or stored not in index.splits:
@@ -105,24 +115,35 @@ def whole_batches(count: int, batch_size: int) -> int:
     return count - count % batch_size
 
 
-def _check(batch_size: int, augment: str) -> None:
-    if batch_size < 1:
-        raise UsageError(f"a batch of {batch_size} images: use at least 1")
-    if augment not in AUGMENTATIONS:
-        raise UsageError(
-            f"unknown augmentation {augment!r}: use one of {', '.join(AUGMENTATIONS)}"
-        )
+class Ordered:
+    """Batches in an order of samples, which continue where the steps ended.
+
+    Attributes:
+        used: samples of a training epoch.
+        source: name of the order, by which a checkpoint knows the position in it.
+    """
+
+    used: int
+    source: str
+
+    @property
+    def position(self) -> int:
+        """Samples that steps have consumed, over all epochs and ranks."""
+        return current().position(self.source)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration is in, from 0."""
+        return self.position // self.used
 
 
 @dataclass(frozen=True)
-class PackedBatches:
+class PackedBatches(Ordered):
     """The batches that `loader` returns.
 
     Attributes:
         rows: of the split.
         batch_size: images per step, of all ranks together.
-        used: samples of a training epoch.
-        source: name of the order of samples, by which a checkpoint knows the position in it.
     """
 
     index: Index
@@ -146,16 +167,6 @@ class PackedBatches:
         """Side of an image in pixels."""
         return self.index.image_shape[0]
 
-    @property
-    def position(self) -> int:
-        """Samples that steps have consumed, over all epochs and ranks."""
-        return states.current().position(self.source)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration is in, from 0."""
-        return self.position // self.used
-
     def __len__(self) -> int:
         """Return the batches of a whole epoch on this rank."""
         if self.is_training:
@@ -167,7 +178,7 @@ class PackedBatches:
         return self._train() if self.is_training else self._evaluate()
 
     def _train(self) -> Iterator[Pair]:
-        state = states.current()
+        state = current()
         epoch, reading, ranges = open_reading(state, self.source, self.used, self.batch_size)
         rows = order.training_order(self.index, self.rows, self.seed, epoch)
         change = partial(_cropped, self.seed, epoch) if self.augment == "crop-flip" else None
@@ -193,7 +204,7 @@ class PackedBatches:
 
     @cached_property
     def _evaluation(self) -> list[Rows]:
-        place = states.current().place
+        place = current().place
         first, last = order.split(len(self.rows), [1] * place.size)[place.rank]
         rows, images = self.rows[first:last], -(-self.batch_size // place.size)
         return [rows[start:stop] for start, stop in order.step_slices(len(rows), images)]
@@ -222,3 +233,99 @@ def open_reading(
 
 def _cropped(seed: int, epoch: int, batch: Stored) -> Stored:
     return Stored(crop_flip(batch.images, batch.ids, seed, epoch), batch.labels, batch.ids)
+
+
+def sampler(
+    dataset: Sized,
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+) -> "BatchOrder":
+    """Return the batch sampler of this rank: `DataLoader(dataset, batch_sampler=sampler(...))`.
+
+    With `shuffle` it is for training: a batch is this rank's share of a global batch, each epoch
+    has an order of its own, the same on any number of ranks, and the next iteration continues
+    where the steps ended, as that of `distributed.loader`. Without it is for evaluation: each
+    sample comes once, on one rank.
+
+    Args:
+        dataset: anything with a length, the same on all ranks.
+        batch_size: samples per step, of all ranks together.
+        seed: for the order.
+        drop_last: leave out the last batch of an epoch if it is smaller than the others.
+
+    Raises:
+        UsageError: if an epoch has no batch.
+    """
+    count = len(dataset)
+    if batch_size < 1:
+        raise UsageError(f"a batch of {batch_size} samples: use at least 1")
+    used = whole_batches(count, batch_size if drop_last else 1)
+    return BatchOrder(count, used, batch_size, shuffle, seed, contents(dataset))
+
+
+class BatchOrder(Ordered, Sampler[list[int]]):
+    """The batches that `sampler` returns, as lists of indices.
+
+    Attributes:
+        contents: checksum of the data set, as far as is seen.
+    """
+
+    def __init__(
+        self, count: int, used: int, batch_size: int, shuffle: bool, seed: int, contents: int
+    ) -> None:
+        self.contents = contents
+        self.count, self.used, self.batch_size = count, used, batch_size
+        self.shuffle, self.seed = shuffle, seed
+        self.source = f"a data set of {count} samples (seed {seed})"
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch on this rank."""
+        if self.shuffle:
+            return -(-self.used // self.batch_size)
+        return -(-len(self._evaluation()) // self._images)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the batches of an epoch."""
+        current().contents = self.contents
+        return self._train() if self.shuffle else self._evaluate()
+
+    def _train(self) -> Iterator[list[int]]:
+        state = current()
+        epoch, reading, ranges = open_reading(state, self.source, self.used, self.batch_size)
+        rows = order.epoch_order(
+            np.arange(self.count, dtype=np.int64),
+            *(f"samples {self.count}", self.seed, epoch, 1, self.count),
+        )
+        return reading.by(Counted(reading, (rows[a:b].tolist() for a, b in ranges)))
+
+    def _evaluate(self) -> Iterator[list[int]]:
+        rows = self._evaluation()
+        slices = order.step_slices(len(rows), self._images)
+        reading = Reading([Batch(stop - start, stop - start) for start, stop in slices])
+        current().evaluation = reading
+        return reading.by(Counted(reading, (list(rows[a:b]) for a, b in slices)))
+
+    def _evaluation(self) -> range:
+        place = current().place
+        first, last = order.split(self.used, [1] * place.size)[place.rank]
+        return range(first, last)
+
+    @property
+    def _images(self) -> int:
+        """Samples of a batch for evaluation."""
+        return -(-self.batch_size // current().place.size)
+
+
+def contents(value: Any, depth: int = 3) -> int:
+    """Return a checksum of the first and last items of a data set, as far as it holds them.
+
+    No sample is read: that may open files which workers must open themselves.
+    """
+    if isinstance(value, (list, tuple, range)) or getattr(value, "ndim", None):
+        text = SHORT.repr((len(value), value[0], value[-1])) if len(value) else ""
+        return 0 if " at 0x" in text else zlib.crc32(text.encode())
+    held = [item for item in getattr(value, "__dict__", {}).values() if isinstance(item, HOLD)]
+    return zlib.crc32(repr([contents(item, depth - 1) for item in held if depth]).encode())

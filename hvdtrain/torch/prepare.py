@@ -1,7 +1,11 @@
-"""Preparing a model and its optimizers: checked, made equal on all ranks, and averaged."""
+"""Preparing a model and its optimizers: checked, made equal on all ranks, and averaged.
 
-from collections.abc import Sequence
-from contextlib import suppress
+And what a loop says of its backwards: accumulated, weighted, clipped.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, overload
 
 import torch
@@ -11,20 +15,16 @@ from torch.optim import Optimizer
 
 from hvdtrain import world
 from hvdtrain.device import check_horovod_on, is_gpu
+from hvdtrain.engine.agreement import check_alike
 from hvdtrain.errors import UsageError
 from hvdtrain.models import weights
 from hvdtrain.models.component import is_dense
-from hvdtrain.options.requests import NO_COMPRESSION, CompressRequest, parse_compress_request
+from hvdtrain.options.requests import NO_COMPRESSION, parse_compress_request
 from hvdtrain.sync.collectives import open_group
 from hvdtrain.sync.states import fingerprint
-from hvdtrain.torch import state as states
-from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.alike import check_alike, settings
-from hvdtrain.torch.gradients import Replica
-from hvdtrain.torch.local import period_of, reduction_kind
-from hvdtrain.torch.reduction import MadeBy, check_dtype, trainable_bytes
-from hvdtrain.torch.start import leave_together_at_exit
-from hvdtrain.torch.state import State
+from hvdtrain.torch.gradients import Phase, Replica, settings
+from hvdtrain.torch.reduction import period_of
+from hvdtrain.torch.start import State, current, leave_together_at_exit
 
 Model = TypeVar("Model", bound=nn.Module)
 Kind = TypeVar("Kind", bound=Optimizer)
@@ -84,7 +84,7 @@ def prepare(
         UsageError: on all ranks, if model or optimizers differ between ranks or cannot be
             averaged.
     """
-    state = states.current()
+    state = current()
     optimizers = [optimizer, *more]
     _check(model, optimizers)
     period = period_of(sync, optimizers)
@@ -94,34 +94,116 @@ def prepare(
             f"compress={compress!r} needs the sums of every step, which sync={sync!r} does not "
             "have: use sync='exact', or leave compress out"
         )
-    note = Note(Action.PREPARING, len(state.models))
-    described = facts(model, optimizers, compression)
-    described["optimizer"]["sync"] = sync
-    everywhere = state.agreement.gather(note, described)
-    check_alike(everywhere)
+    action = f"preparing model {len(state.models)}"
+    names = {id(value): name for name, value in model.named_parameters()}
+    facts = {
+        "model": {
+            **{
+                name: f"{_form(value)}, {'trained' if value.requires_grad else 'frozen'}"
+                for name, value in model.named_parameters()
+            },
+            **{name: _form(value) for name, value in model.named_buffers()},
+        },
+        "optimizer": {**settings(optimizers, names), "sync": sync},
+        "compression": {"compress": str(compression)},
+    }
+    everywhere = state.agreement.gather(action, facts)
+    check_alike(everywhere, "build the same on all ranks")
     for other in state.models:
         other.meet()
     if state.place.size > 1:
         if state.engine == "horovod":
             check_horovod_on(state.place.device, world.current())
-            on_gpu = is_gpu(state.place.device)
-            world.start_horovod(max(1, trainable_bytes(model)), on_gpu=on_gpu)
+            gradient_bytes = sum(v.nbytes for v in model.parameters() if v.requires_grad)
+            world.start_horovod(max(1, gradient_bytes), on_gpu=is_gpu(state.place.device))
         open_group(state.engine, tuple(range(state.place.size)))
         leave_together_at_exit()
-        _make_equal(model, optimizers, state, note)
-    made_by = reduction_kind(model, optimizer, period, compression, state.place.size)
-    _add(model, optimizers, state, made_by)
-    return model, *optimizers
-
-
-def _add(model: nn.Module, optimizers: Sequence[Optimizer], state: State, made_by: MadeBy) -> None:
-    """Add hooks to the model, in place of those of an earlier `prepare`."""
+        _make_equal(model, optimizers, state, action)
     place, steps = _forget(model, state)
-    replica = Replica(state.prepared, model, optimizers, state, made_by)
+    replica = Replica(state.prepared, model, optimizers, state, compression, period)
     replica.steps = steps
     state.prepared += 1
     state.models.insert(place, replica)
     state.undo.append(replica.close)
+    return model, *optimizers
+
+
+@contextmanager
+def accumulate(active: bool = True) -> Iterator[None]:
+    """Add up the gradients of backwards inside the block without averaging them.
+
+    The first backward outside of it averages the sum of all of them. Use it for all micro-batches
+    of a step but the last:
+
+        with distributed.accumulate(number % 4 != 0):
+            (loss / 4).backward()
+
+    Args:
+        active: False makes the block an ordinary one.
+    """
+    state = current()
+    before, state.accumulating = state.accumulating, state.accumulating or active
+    try:
+        yield
+    finally:
+        state.accumulating = before
+
+
+@contextmanager
+def weight(part: float | Tensor, whole: float | Tensor | None = None) -> Iterator[None]:
+    """Give the weight of this rank's loss in backwards inside the block.
+
+    A rank's loss usually is the mean over its samples, which hvdtrain counts. If it is divided by
+    something else, as with weights of classes or with `ignore_index`, give the divisor:
+
+        with distributed.weight(class_weights[labels].sum()):
+            loss.backward()
+
+    Args:
+        part: the number that the loss of this rank is divided by; the loss counts by its share of
+            the sum over all ranks.
+        whole: in place of this sum; `weight(1, 1)` adds up the losses of all ranks.
+
+    Raises:
+        UsageError: if a number is negative or not finite, or `whole` is 0.
+    """
+    numbers = float(part), None if whole is None else float(whole)
+    if (
+        not 0 <= numbers[0] < math.inf
+        or not 0 < (1.0 if numbers[1] is None else numbers[1]) < math.inf
+    ):
+        raise UsageError(
+            f"weight({part}, {whole}) is not possible: give finite numbers, not below 0"
+        )
+    state = current()
+    before, state.loss_weight = state.loss_weight, numbers
+    try:
+        yield
+    finally:
+        state.loss_weight = before
+
+
+def clip_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Scale the averaged gradients down to a norm of at most `max_norm`; return the norm before.
+
+    It is `torch.nn.utils.clip_grad_norm_`, called once per step after the last backward. The norm
+    is that of the global batch, the same on all ranks.
+
+    Raises:
+        UsageError: if gradients were only accumulated, so that each rank has its own.
+    """
+    values = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    clipped = {id(value) for value in values}
+    for model in current().models:
+        assert isinstance(model, Replica)
+        if model.phase is Phase.ACCUMULATED and any(id(p) in clipped for p in model.parameters):
+            raise UsageError(
+                "clip_norm_ needs averaged gradients, and these were only accumulated: call it "
+                "after the last backward of a step, outside of `with distributed.accumulate():`"
+            )
+    return torch.nn.utils.clip_grad_norm_(values, max_norm, norm_type)
 
 
 def _check(model: Any, optimizers: Sequence[Any]) -> None:
@@ -149,49 +231,29 @@ def _check(model: Any, optimizers: Sequence[Any]) -> None:
             )
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        _check_parameter(name, parameter)
+        if isinstance(parameter, UninitializedParameter):
+            raise UsageError(
+                f"{name} is not initialised: call the model on a batch before prepare"
+            )
+        if not parameter.requires_grad:
+            continue
+        if parameter.dtype not in (torch.float16, torch.float32, torch.float64):
+            raise UsageError(
+                f"{name} is {parameter.dtype}, whose gradients cannot be summed: keep parameters "
+                "in torch.float32 and use torch.autocast"
+            )
+        if not is_dense(parameter):
+            raise UsageError(f"{name} has gaps in its memory: make it of a contiguous tensor")
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UsageError("the model has no trainable parameters: there is nothing to prepare")
     known = {id(parameter) for parameter in parameters.values()}
     for optimizer in optimizers:
-        if any(id(value) not in known for value in _stepped(optimizer)):
+        if any(id(v) not in known for group in optimizer.param_groups for v in group["params"]):
             raise UsageError(
                 f"the optimizer {type(optimizer).__name__} has parameters that are not the "
                 "model's: make it from model.parameters() after the last change of the model "
                 "(for two models, prepare nn.ModuleList([one, other]))"
             )
-
-
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, UninitializedParameter):
-        raise UsageError(f"{name} is not initialised: call the model on a batch before prepare")
-    if not parameter.requires_grad:
-        return
-    if not check_dtype(parameter):
-        raise UsageError(
-            f"{name} is {parameter.dtype}, whose gradients cannot be summed: keep parameters in "
-            "torch.float32 and use torch.autocast"
-        )
-    if not is_dense(parameter):
-        raise UsageError(f"{name} has gaps in its memory: make it of a contiguous tensor")
-
-
-def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [value for group in optimizer.param_groups for value in group["params"]]
-
-
-def facts(
-    model: nn.Module, optimizers: Sequence[Optimizer], compression: CompressRequest
-) -> dict[str, dict[str, str]]:
-    """Return what has to be the same on all ranks, in words, by kind and name."""
-    tensors = {
-        name: f"{_form(value)}, {'trained' if value.requires_grad else 'frozen'}"
-        for name, value in model.named_parameters()
-    }
-    tensors |= {name: _form(value) for name, value in model.named_buffers()}
-    names = {id(value): name for name, value in model.named_parameters()}
-    compressed = {"compress": str(compression)}
-    return {"model": tensors, "optimizer": settings(optimizers, names), "compression": compressed}
 
 
 def _form(value: Tensor) -> str:
@@ -202,7 +264,7 @@ def _form(value: Tensor) -> str:
 
 @torch.no_grad()
 def _make_equal(
-    model: nn.Module, optimizers: Sequence[Optimizer], state: State, note: Note
+    model: nn.Module, optimizers: Sequence[Optimizer], state: State, action: str
 ) -> None:
     """Give all ranks the weights, buffers and optimizer states of rank 0. Collective."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -210,16 +272,16 @@ def _make_equal(
     with suppress(UsageError):  # refused where it is saved
         extra = weights.saved(model, "")
     local = fingerprint([*tensors.values(), *extra.values()])
-    if len(set(state.agreement.gather(note, local))) > 1:
+    if len(set(state.agreement.gather(action, local))) > 1:
         values = {name: value.detach() for name, value in tensors.items()} | extra
-        values = state.agreement.broadcast(note, values if is_first else None)
+        values = state.agreement.broadcast(action, values if is_first else None)
         for name, target in tensors.items():
             target.copy_(values[name])
         if extra.keys() & values.keys():
             weights.load(model, "", values)
     for optimizer in optimizers:
-        if any(state.agreement.gather(note, bool(optimizer.state))):
-            kept = state.agreement.broadcast(note, optimizer.state_dict() if is_first else None)
+        if any(state.agreement.gather(action, bool(optimizer.state))):
+            kept = state.agreement.broadcast(action, optimizer.state_dict() if is_first else None)
             if not is_first:
                 optimizer.load_state_dict(kept)
 

@@ -1,24 +1,34 @@
-"""The sums of a prepared model over the ranks: gradients, running statistics and other buffers."""
+"""The sums of a prepared model over the ranks, or its local steps.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+Ranks sum gradients, running statistics and other buffers in every backward. With local steps they
+train apart and average their weights after a period.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from typing_extensions import override
 
+from hvdtrain.engine.agreement import Note
 from hvdtrain.engine.progress import stop_code
-from hvdtrain.host.process import StopRequest
+from hvdtrain.errors import UsageError
 from hvdtrain.models.weights import COMPILED
-from hvdtrain.options.requests import NO_COMPRESSION, CompressRequest
+from hvdtrain.options.requests import (
+    NO_COMPRESSION,
+    CompressRequest,
+    Exact,
+    Local,
+    parse_sync_request,
+)
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Alone, Collectives, collectives_of
 from hvdtrain.sync.compress import make_sums
-from hvdtrain.sync.gradients import Bucket, Gradients, ReplicatedGradients, Sums
-from hvdtrain.sync.states import Kept, Shapes, States, fingerprint
-from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.alike import raise_difference
-from hvdtrain.torch.state import State
+from hvdtrain.sync.gradients import Gradients, ReplicatedGradients
+from hvdtrain.sync.local import LocalMeetings, Meetings, SampleCount
+from hvdtrain.sync.states import Kept, Replica, Shapes, States, fingerprint
+from hvdtrain.torch.start import State
 
 COMPARE_EVERY = 100  # backwards between comparisons of the ranks' weights
 Key = tuple[nn.Module, str]
@@ -35,8 +45,7 @@ class Reduction(Kept):
     Attributes:
         changing: names of the buffers of `others` that forwards change on any rank.
         is_exact: whether all ranks hold the same weights after each step.
-        weight: returns the factor of this rank's buckets, once it is known; None if the gradients
-            in them are weighted already.
+        meetings: of ranks that train apart; those that agree in every step have none.
     """
 
     is_exact = True
@@ -47,13 +56,13 @@ class Reduction(Kept):
         parameters: Mapping[str, nn.Parameter],
         others: Mapping[str, Key],
         state: State,
-        compression: CompressRequest = NO_COMPRESSION,
+        compression: CompressRequest,
     ) -> None:
         self.number, self.state, self.compression = number, state, compression
         self.parameters, self.others = dict(parameters), dict(others)
         self.groups: list[Gradients] = []
         self.changing: set[str] = set()
-        self.weight: Callable[[], float] | None = None
+        self.meetings = Meetings()
         self._seen = self._versions()
 
     def announce(self, share: Share) -> None:
@@ -90,12 +99,6 @@ class Reduction(Kept):
         for group in self.groups:
             group.load(tensors)
 
-    def after_step(self, step: int) -> None:
-        """Do nothing: ranks agree in every step."""
-
-    def meet(self) -> None:
-        """Do nothing: ranks agree."""
-
     def add_group(
         self,
         parameters: Mapping[str, nn.Parameter],
@@ -111,7 +114,7 @@ class Reduction(Kept):
             collectives = collectives_of(self.state.engine, everybody, place.rank, name)
         is_whole = not parameters or any(v.dtype == torch.float16 for v in parameters.values())
         request = NO_COMPRESSION if is_whole else self.compression
-        sums = WeightedSums(make_sums(request, collectives), self)
+        sums = make_sums(request, collectives)
         gradients = ReplicatedGradients(parameters, statistics, states, collectives, sums)
         self.groups.append(gradients)
 
@@ -121,9 +124,13 @@ class Reduction(Kept):
             return 0
         return fingerprint(self.parameters.values())
 
-    def changed(self) -> int:
-        """Return how many buffers have changed that are not copied yet."""
-        return len(self._new()) if self.state.place.size > 1 else 0
+    def changed(self) -> list[str]:
+        """Return the buffers that have changed and are not copied yet."""
+        if self.state.place.size == 1:
+            return []
+        now = self._versions()
+        names = [name for name in now if now[name] != self._seen[name]]
+        return [name for name in names if name not in self.changing]
 
     def judge(self, notes: Sequence[Note], first: int) -> int | None:
         """Act on what the ranks report after a backward; return their exit code, if they stop.
@@ -135,10 +142,12 @@ class Reduction(Kept):
             CheckFailed: on all ranks, if they hold different weights.
         """
         if len({note.fingerprint for note in notes}) > 1:
-            note = Note(Action.COMPARING, self.number)
-            raise_difference(self.state.agreement, note, self.parameters)
-        if any(note.changed for note in notes):
-            self._copy_new(first)
+            self.state.raise_difference(f"comparing model {self.number}", self.parameters)
+        if any(note.changed for note in notes):  # from now on they go with the sums
+            action = f"copying buffers of model {self.number}"
+            for names in self.state.agreement.gather(action, self.changed()):
+                self.changing.update(names)
+            self.put(self.state.agreement.broadcast(action, self.states(), first))
         return stop_code(
             any(note.interrupted for note in notes), any(note.preempted for note in notes)
         )
@@ -165,38 +174,27 @@ class Reduction(Kept):
             for name, value in values.items()
         }
 
-    def _new(self) -> list[str]:
-        now = self._versions()
-        return [
-            name
-            for name, version in now.items()
-            if version != self._seen[name] and name not in self.changing
-        ]
-
-    def _copy_new(self, first: int) -> None:
-        """Copy buffers that changed for the first time; from now on they go with the sums."""
-        note = Note(Action.COMPARING, self.number)
-        for names in self.state.agreement.gather(note, self._new()):
-            self.changing.update(names)
-        self.put(self.state.agreement.broadcast(note, self.states(), first))
-
-
-MadeBy = Callable[..., Reduction]
-
 
 def reduction_of(
     number: int,
     model: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
     state: State,
-    made_by: MadeBy = Reduction,
+    compression: CompressRequest,
+    period: int | None,
 ) -> Reduction:
     """Return the sums of a model; each gradient becomes a view into a bucket. Collective.
 
     Args:
-        made_by: makes them, of the first arguments of `Reduction`.
+        period: steps between meetings of ranks that train apart; None: exact gradients.
     """
-    statistics = statistics_of(model)
+    parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    statistics = {
+        f"{path}.{key}".lstrip("."): buffer
+        for path, module in model.named_modules()
+        if isinstance(module, _NormBase)
+        for key, buffer in module.named_buffers(recurse=False)
+    }
     known = {id(value) for value in statistics.values()}
     others = {
         f"{path}.{key}".lstrip("."): (module, key)
@@ -204,7 +202,12 @@ def reduction_of(
         for key, value in module.named_buffers(recurse=False)
         if id(value) not in known
     }
-    reduction = made_by(number, parameters, others, state)
+    if period is None or state.place.size == 1:
+        reduction = Reduction(number, parameters, others, state, compression)
+    else:
+        reduction = LocalReduction(
+            number, parameters, others, state, statistics, optimizer, period
+        )
     groups: dict[Group, dict[str, Tensor]] = {
         (value.dtype, value.device): {} for value in parameters.values()
     }
@@ -231,70 +234,137 @@ def _group_of(value: Tensor, groups: Iterable[Group]) -> Group:
     return next((group for group in groups if group in wide), wide[0])
 
 
-def statistics_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the running statistics of batch norms by name."""
-    return {
-        f"{path}.{key}".lstrip("."): buffer
-        for path, module in model.named_modules()
-        if isinstance(module, _NormBase)
-        for key, buffer in module.named_buffers(recurse=False)
-    }
+class LocalReduction(Reduction):
+    """Gradients of a rank's own samples, and the meetings of all ranks.
 
+    The state of the optimizer is averaged, too, so that a checkpoint of rank 0 is complete. A rank
+    without samples has gradients of zero, since a GradScaler needs some.
 
-class WeightedSums(Sums):
-    """Sums of buckets whose weight is known only when they are complete."""
+    Args:
+        statistics: running statistics of batch norms, by name.
+        optimizer: of the parameters.
+        period: steps from one meeting to the next.
+    """
 
-    def __init__(self, sums: Sums, reduction: Reduction) -> None:
-        self.sums, self.reduction = sums, reduction
+    is_exact = False
+    meetings: LocalMeetings
 
-    def attach(self, buckets: Sequence[Bucket]) -> None:
-        """Attach the buckets to the sums."""
-        self.sums.attach(buckets)
+    def __init__(
+        self,
+        number: int,
+        parameters: Mapping[str, nn.Parameter],
+        others: Mapping[str, Key],
+        state: State,
+        statistics: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        period: int,
+    ) -> None:
+        super().__init__(number, parameters, others, state, NO_COMPRESSION)
+        self.optimizer, self.trained = optimizer, SampleCount()
+        self.share = Share(0.0, False)
+        everybody = tuple(range(state.place.size))
+        collectives = collectives_of(
+            state.engine, everybody, state.place.rank, f"model{number}.meetings"
+        )
+        states = States(self.states, self._put)
+        named = {name.replace(COMPILED, ""): value for name, value in parameters.items()}
+        replica = Replica(named, statistics, states, optimizer, self._complete)
+        request = Local(period, averages_optimizer=True)
+        self.meetings = LocalMeetings(replica, collectives, self.trained, request)
+        self.statistics = statistics
 
-    def start(self, bucket: Bucket) -> Any:
-        """Weight a bucket, and start its all-reduce."""
-        if self.reduction.weight is not None:
-            weight = self.reduction.weight()
-            # A placeholder's gradients may be NaN.
-            bucket.flat.mul_(weight) if weight else bucket.flat.zero_()
-        return self.sums.start(bucket)
+    @override
+    def add_group(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        statistics: Mapping[str, Tensor],
+        states: States,
+        name: str,
+    ) -> None:
+        if not parameters:
+            return
+        nothing = States(dict, lambda _: None)
+        self.groups.append(ReplicatedGradients(parameters, {}, nothing, Alone()))
 
-    def finish(self, bucket: Bucket, handle: Any) -> None:
-        """Wait for the sum."""
-        self.sums.finish(bucket, handle)
+    @override
+    def start(self, share: Share) -> None:
+        super().start(share)
+        self.share = share
+        self.trained.samples += share.samples
 
-    def after_update(self) -> None:
-        """Count the step."""
-        self.sums.after_update()
+    @override
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Scale the gradients, which are weighted by the share, to the mean over its samples."""
+        super().finish()
+        for group in self.groups:
+            assert isinstance(group, ReplicatedGradients)
+            for bucket in group.buckets if self.share.samples else ():
+                bucket.flat.mul_(1 / self.share.weight)
 
-    def counted(self) -> Mapping[str, float]:
-        """Return what the sums have counted."""
-        return self.sums.counted()
+    @override
+    def fingerprint(self, backward: int) -> int:
+        """Return whether gradients are not finite: ranks hold different weights anyway."""
+        return int(not all(group.are_finite() for group in self.groups))
 
-    def saved(self) -> dict[str, Tensor]:
-        """Return what the sums keep."""
-        return self.sums.saved()
+    @override
+    def judge(self, notes: Sequence[Note], first: int) -> int | None:
+        """Act on the notes; let all ranks see that gradients of one are not finite.
 
-    def wanted(self, shapes: Shapes) -> frozenset[str]:
-        """Return what the sums read."""
-        return self.sums.wanted(shapes)
+        A GradScaler then leaves out the same steps on all of them.
+        """
+        if any(note.fingerprint for note in notes):
+            for group in self.groups:
+                assert isinstance(group, ReplicatedGradients)
+                for bucket in group.buckets:
+                    bucket.flat.fill_(torch.nan)
+        return super().judge([note._replace(fingerprint=0) for note in notes], first)
 
+    @override
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the sums what was saved."""
-        self.sums.load(tensors)
+        """Start a period: all ranks have loaded the same weights."""
+        self.meetings.start_period()
+
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        """Store values of counters in place, and those of other buffers in new tensors."""
+        for name, value in values.items():
+            if name in self.statistics:
+                self.statistics[name].copy_(value)
+        self.put({name: value for name, value in values.items() if name in self.others})
+
+    def _complete(self) -> None:
+        """Create the optimizer's state where only other ranks have it, as zeros. Collective."""
+        state = self.optimizer.state
+        forms = {
+            name: {
+                key: (tuple(value.shape), value.dtype)
+                for key, value in state.get(parameter, {}).items()
+                if isinstance(value, Tensor)
+            }
+            for name, parameter in self.parameters.items()
+        }
+        action = f"averaging model {self.number} in meeting {self.meetings.meetings}"
+        for theirs in self.state.agreement.gather(action, forms):
+            for name, entries in theirs.items():
+                parameter = self.parameters[name]
+                for key, (shape, dtype) in entries.items():
+                    if key not in state[parameter]:
+                        device = parameter.device if shape else torch.device("cpu")
+                        zeros = torch.zeros(shape, dtype=dtype, device=device)
+                        state[parameter][key] = zeros
 
 
-def stop_flags(stop: StopRequest | None) -> tuple[int, int]:
-    """Return whether this rank was interrupted, and whether it was preempted."""
-    return (int(stop.interrupted), int(stop.preempted)) if stop is not None else (0, 0)
+def period_of(sync: str, optimizers: Sequence[torch.optim.Optimizer]) -> int | None:
+    """Return the steps between meetings that a value of `sync` requests; None if it is exact.
 
-
-def trainable_bytes(model: nn.Module) -> int:
-    """Return the bytes of the gradients of a model."""
-    values = (value for value in model.parameters() if value.requires_grad)
-    return sum(value.numel() * value.element_size() for value in values)
-
-
-def check_dtype(value: Tensor) -> bool:
-    """Return whether gradients of this dtype can be summed."""
-    return value.dtype in (torch.float16, torch.float32, torch.float64)
+    Raises:
+        UsageError: if `prepare` does not support it.
+    """
+    request = parse_sync_request(sync)
+    if isinstance(request, Exact):
+        return None
+    if not isinstance(request, Local) or request != Local(request.period):
+        raise UsageError(f"prepare does not support sync={sync!r}: use 'exact' or 'local:H'")
+    if len(optimizers) > 1:
+        raise UsageError(f"sync={sync!r} supports one optimizer: prepare each model with its own")
+    return request.period

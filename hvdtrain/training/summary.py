@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.engine.agreement import check_digests
 from hvdtrain.engine.progress import SECONDS, Agreed, Stopped, Vitals, learning_rate
 from hvdtrain.errors import CheckFailed, UsageError
 from hvdtrain.health.heartbeat import as_lists
@@ -212,20 +213,12 @@ def weights_sha256(rank_digests: Sequence[Mapping[str, str]]) -> str:
     Raises:
         CheckFailed: if ranks that hold the same components hold different weights.
     """
-    whole: dict[str, str] = {}
-    owner: dict[str, int] = {}
-    for rank, digests in enumerate(rank_digests):
-        for name, digest in digests.items():
-            if whole.setdefault(name, digest) != digest:
-                others = sum(whole.get(key, value) != value for key, value in digests.items()) - 1
-                more = f" and {others} more" if others else ""
-                raise CheckFailed(
-                    f"rank {rank} and rank {owner[name]} hold different values of {name}{more}, "
-                    "although these ranks are replicas: look for code that changes weights on one "
-                    "rank only, set ATEN_CPU_CAPABILITY=default if the hosts' processors differ, "
-                    "and check MPI and Horovod with hvdtrain doctor"
-                )
-            owner.setdefault(name, rank)
+    whole = check_digests(
+        rank_digests,
+        ", although these ranks are replicas: look for code that changes weights on one rank "
+        "only, set ATEN_CPU_CAPABILITY=default if the hosts' processors differ, and check MPI and "
+        "Horovod with hvdtrain doctor",
+    )
     lines = "".join(f"{name} {digest}\n" for name, digest in sorted(whole.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 

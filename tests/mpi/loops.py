@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from hvdtrain import torch as distributed
 from hvdtrain.data import order
-from hvdtrain.torch import state
 from hvdtrain.torch.reading import Batch, Reading
+from hvdtrain.torch.start import current
 from hvdtrain.world import World
 
 CLASSES, SIZE, COUNT, BATCH = 5, 6, 28, 13  # the last batch of an epoch has two samples
@@ -30,15 +30,15 @@ def place(world: World, horovod: Any) -> Iterator[distributed.Rank]:
 @pytest.fixture(autouse=True)
 def from_the_first_epoch(place: distributed.Rank) -> None:
     """Forget how far other tests have read the same samples."""
-    state.current().positions.clear()
-    state.current().readings.clear()
+    current().positions.clear()
+    current().readings.clear()
 
 
 def on_batch(*batch: Any) -> None:
     """Have the next backwards be those of a batch, as a loader does."""
     reading = Reading([Batch(*batch)])
     reading.read = 1
-    state.current().readings = [reading]
+    current().readings = [reading]
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hvdtrain import torch as distributed
 from hvdtrain.errors import UsageError
-from hvdtrain.torch import state
+from hvdtrain.torch.start import current
 from hvdtrain.world import World
 from tests.mpi.compression import starting
 from tests.mpi.loops import (
@@ -54,12 +54,12 @@ def train(folder: Path, most: int, compress: str) -> list[Tensor]:
     distributed.load(folder)
     samples = dataset()
     loader = DataLoader(samples, batch_sampler=distributed.sampler(samples, BATCH, seed=5))
-    while state.current().models[0].steps < most:
+    while current().models[0].steps < most:
         for images, labels in loader:
             optimizer.zero_grad()
             functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
-            if state.current().models[0].steps == most:
+            if current().models[0].steps == most:
                 break
     distributed.save(folder)
     return [value.detach().clone() for value in model.parameters()]

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Subset
 
 from hvdtrain import torch as distributed
 from hvdtrain.errors import UsageError
-from hvdtrain.torch import state
 from hvdtrain.torch.reading import Reading
+from hvdtrain.torch.start import current
 from hvdtrain.world import World
 from tests.mpi.loops import (
     BATCH,
@@ -194,7 +194,7 @@ def test_a_weight_that_is_given_makes_any_loss_that_of_the_global_batch(
     loader = DataLoader(dataset(), batch_sampler=distributed.sampler(dataset(), BATCH, seed=2))
     for share, whole in zip(loader, global_batches(1, 2), strict=True):
         if not counted:
-            state.current().readings.clear()
+            current().readings.clear()
             if len(whole[1]) < world.size:  # nothing then knows of placeholders
                 break
         for one, (images, labels) in ((model, share), (reference, whole)):

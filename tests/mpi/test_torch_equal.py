@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader
 
 from hvdtrain import torch as distributed
 from hvdtrain.errors import CheckFailed, UsageError
-from hvdtrain.torch import gradients, state
-from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.alike import check_models
+from hvdtrain.torch import gradients
+from hvdtrain.torch.start import current
 from hvdtrain.world import World
 from tests.mpi.loops import (
     BATCH,
@@ -60,7 +59,8 @@ def saved(model: nn.Module, folder: Path) -> None:
 
 
 def ended(model: nn.Module, folder: Path) -> None:
-    check_models(state.current(), Note(Action.LEAVING), True)
+    state = current()
+    state.check_weights("at the end of the program", dict(state.module.named_parameters()))
 
 
 @pytest.mark.several_ranks
@@ -70,7 +70,7 @@ def test_weights_that_differ_are_refused(
 ) -> None:
     folder = world.broadcast(tmp_path)
     model, optimizer = distributed.prepare((m := Net()), torch.optim.SGD(m.parameters(), 0.1))
-    (watched,) = state.current().models[-1:]
+    (watched,) = current().models[-1:]
     cross_entropy(model, *dataset()[:2]).backward()
     optimizer.step()
     assert [watched.is_as_stepped] == [True]

@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader
 
 from hvdtrain import torch as distributed
 from hvdtrain.errors import CheckFailed
-from hvdtrain.torch import reading, state
+from hvdtrain.torch import reading
 from hvdtrain.torch.gradients import Replica
 from hvdtrain.torch.reading import Batch
 from hvdtrain.torch.reduction import Reduction
+from hvdtrain.torch.start import current
 from hvdtrain.world import World
 from tests.mpi.loops import (
     BATCH,
@@ -154,7 +155,7 @@ def test_every_gradient_and_weight_is_that_of_the_serial_loop(world: World, name
 def test_mpi_sums_the_same_gradients_without_horovod(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state.current(), "engine", "mpi")
+    monkeypatch.setattr(current(), "engine", "mpi")
     case = CASES["a last batch of one sample"]
     assert worst(together(case, 5), serial(case, 5)) <= BOUND
 

@@ -17,9 +17,9 @@ from hvdtrain.data import order
 from hvdtrain.data.index import read_index
 from hvdtrain.data.shards import open_split
 from hvdtrain.errors import CheckFailed, HvdtrainError, UsageError
-from hvdtrain.torch import gradients, state
-from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch import gradients
 from hvdtrain.torch.reading import Batch
+from hvdtrain.torch.start import current
 from hvdtrain.world import World
 from tests.mpi.loops import on_batch
 from tests.mpi.packed import (
@@ -233,7 +233,7 @@ def one_batch_fewer(world: World) -> None:
 def at_the_end(world: World) -> None:
     model, _ = distributed.prepare(*made())
     if world.rank == 1:
-        state.current().agreement.exchange(Note(Action.LEAVING))
+        current().agreement.exchange("at the end of the program")
     else:
         backward(model)
 
@@ -245,7 +245,8 @@ UNLIKE: dict[Callable[[World], None], tuple[type[HvdtrainError], str]] = {
     one_step_fewer: (CheckFailed, "rank 1 is adding up numbers while rank 0 is counting the sa"),
     one_batch_fewer: (
         CheckFailed,
-        "rank 1 has read 32 samples and rank 0 has read 16, in backward 1",
+        "rank 1 is in backward 1 of model 0 after 32 samples while rank 0 is in backward 1 of "
+        "model 0 after 16 samples: make the same",
     ),
     at_the_end: (CheckFailed, "rank 1 is at the end of the program while rank 0 is counting"),
 }
@@ -305,7 +306,7 @@ def test_ranks_share_each_batch_in_the_order_of_training(world: World, folder: P
             optimizer.zero_grad()
             backward(model, images)
             optimizer.step()
-            read.append((images, labels, state.current().use_batch()))
+            read.append((images, labels, current().use_batch()))
     everywhere = world.gather(read)
     with open_split(index, "train") as samples:
         place = 0

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hvdtrain import torch as distributed
 from hvdtrain.data import order
-from hvdtrain.torch import state
+from hvdtrain.torch.start import current
 from hvdtrain.world import World
 from tests.mpi.loops import (
     BATCH,
@@ -59,7 +59,7 @@ def test_a_layer_that_some_ranks_do_not_use_gets_the_gradient_of_the_others(worl
     functional.cross_entropy(
         part_of(world, model, images[first:last]), labels[first:last]
     ).backward()
-    state.current().readings.clear()
+    current().readings.clear()
     gradients = [
         {name: value.grad for name, value in one.named_parameters()} for one in (model, reference)
     ]
@@ -220,7 +220,7 @@ def test_layers_that_are_called_directly_are_averaged_with_a_loader(world: World
     model, _ = distributed.prepare((model := Net()), torch.optim.SGD(model.parameters(), 0.1))
     on_batch(last - first, BATCH)
     through_layers(model, images[first:last], labels[first:last]).backward()
-    state.current().readings.clear()
+    current().readings.clear()
     gradients = [
         {name: value.grad for name, value in one.named_parameters()} for one in (model, reference)
     ]

@@ -11,7 +11,7 @@ from torch.nn import functional
 from hvdtrain import torch as distributed
 from hvdtrain.checkpoint import tensorfile
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.torch import state
+from hvdtrain.torch.start import current
 from hvdtrain.world import World
 from tests.mpi.packed import (
     BATCH,
@@ -38,7 +38,7 @@ def loop(
             functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
             scheduler.step()
-            if state.current().models[0].steps >= most:
+            if current().models[0].steps >= most:
                 return
 
 
@@ -108,13 +108,13 @@ def test_a_model_that_is_prepared_again_keeps_its_steps_and_its_place(
     for _ in range(2):
         step(*one)
     distributed.save(save_to, keep=1)
-    before = len(state.current().undo)
+    before = len(current().undo)
     one[0][1].requires_grad_(False)
     distributed.prepare(*one)
-    assert len(state.current().undo) == before
+    assert len(current().undo) == before
     step(*one)
     assert distributed.save(save_to, keep=1).name == "step-00000003"
-    assert [item.model for item in state.current().models] == [one[0], other[0]]
+    assert [item.model for item in current().models] == [one[0], other[0]]
     wanted = one[0][3].weight.detach().clone()
     step(*one)
     assert distributed.load(save_to) == save_to / "step-00000003"

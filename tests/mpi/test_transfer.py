@@ -16,7 +16,7 @@ from hvdtrain import torch as distributed
 from hvdtrain import transfer
 from hvdtrain.backends.pytorch.session import under_plan
 from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
-from hvdtrain.torch import state
+from hvdtrain.torch.start import current
 from hvdtrain.world import World
 from tests.mpi.common import components_of, names, run_step, runtime_of
 from tests.mpi.plans import PLANS
@@ -114,9 +114,9 @@ def test_a_loop_starts_from_one_rank_and_resumes(limited: World, tmp_path: Path)
     weights = []
     for is_resumed in (False, True):
         distributed.start(device="cpu")
-        current: Any = state.current()
-        current.world = limited
-        current.agreement.communicator = Limited(current.agreement.communicator)
+        started: Any = current()
+        started.world = limited
+        started.agreement.communicator = Limited(started.agreement.communicator)
         torch.manual_seed(limited.rank)  # the weights of rank 0 count
         model = nn.Sequential(nn.Linear(100, 60), nn.Linear(60, 100))
         optimizer = torch.optim.Adam(model.parameters(), 0.1)
