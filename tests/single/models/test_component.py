@@ -1,6 +1,5 @@
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from hvdtrain.models.component import (
 )
 from hvdtrain.models.costs import component_costs
 from hvdtrain.models.shapes import Boundary, boundaries
+from tests import warm
 
 ROOT = Path(__file__).parents[3]
 CNN = components("cnn", 10, 8)
@@ -54,7 +54,7 @@ def test_weights_are_the_same_in_another_process() -> None:
         "print(head.weight.double().sum().item().hex())"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+        [warm.python(), "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
     expected = build_component(CNN[-1], 5).get_parameter("weight").double().sum().item()
     assert float.fromhex(run.stdout) == expected
