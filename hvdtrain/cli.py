@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
     try:
-        parsed = _parser().parse_args(list(arguments))
+        parsed = _parser(arguments).parse_args(list(arguments))
     except (OverflowError, ValueError) as error:  # such as a number of thousands of digits
         reason = " ".join(str(error).split())
         raise UsageError(f"an option cannot be understood: {reason}") from None
@@ -83,7 +83,11 @@ def run(arguments: Sequence[str]) -> int:
     return int(command(arguments, **values))
 
 
-def _parser() -> Parser:
+def _parser(arguments: Sequence[str] = ()) -> Parser:
+    """Return the parser of the command that the arguments start with, or else of all commands.
+
+    Each rank of a job parses its command line, and all options together take 0.1 s.
+    """
     parser = Parser(
         prog="hvdtrain",
         description="Train image classifiers on many processes.",
@@ -91,31 +95,22 @@ def _parser() -> Parser:
     )
     _add_general_options(parser)
     commands = parser.add_subcommands(dest="command")
-    commands.add_subcommand("doctor", _doctor())
-    _add_commands(commands, {"setup": (SetupOptions, SETUP)})
-    _add_data_commands(
-        _group(commands, "data", "Fetch, pack, make, check and describe data sets.")
-    )
-    train = Parser(description="Train a model.")
-    add_config(train)
-    add_dataclass(train, TrainConfig)
-    commands.add_subcommand("train", train)
-    _add_uses(commands)
-    _add_job_commands(
-        _group(commands, "jobs", "Run as jobs of Slurm, and see how they are doing.")
-    )
-    commands.add_subcommand("report", _report())
-    papers = _group(commands, "reproduce", "Repeat a published experiment, and write its tables.")
-    papers.add_subcommand("paper-a", _paper_a())
-    _add_commands(papers, {"paper-b": (PaperBOptions, PAPER_B)})
-    _add_commands(
-        _group(commands, "plan", "Look at a plan: which ranks hold what, and when they work."),
-        PLAN_COMMANDS,
-    )
-    _add_commands(
-        _group(commands, "bench", "Measure what a step costs here, and where its time goes."),
-        BENCH_COMMANDS,
-    )
+    first = " ".join(arguments[:1])
+    is_known = any(first == name.split()[0] for name in COMMANDS)
+    for names, add in (
+        ("doctor", _add_doctor),
+        ("setup", lambda commands: _add_commands(commands, {"setup": (SetupOptions, SETUP)})),
+        ("data", _add_data_commands),
+        ("train", _add_train),
+        ("evaluate predict export", _add_uses),
+        ("jobs", _add_job_commands),
+        ("report", _add_report),
+        ("reproduce", _add_papers),
+        ("plan", _add_plan_commands),
+        ("bench", _add_bench_commands),
+    ):
+        if not is_known or first in names.split():
+            add(commands)
     return parser
 
 
@@ -141,16 +136,17 @@ def _group(commands: Any, name: str, text: str) -> Any:
     return group.add_subcommands(dest=f"{name}_command")
 
 
-def _doctor() -> Parser:
+def _add_doctor(commands: Any) -> None:
     doctor = Parser(description="Check that this machine can train. Each fault comes with a fix.")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.add_argument(
         "--job", action="store_true", help="check the ranks of this job, under its launcher"
     )
-    return doctor
+    commands.add_subcommand("doctor", doctor)
 
 
-def _add_data_commands(commands: Any) -> None:
+def _add_data_commands(every: Any) -> None:
+    commands = _group(every, "data", "Fetch, pack, make, check and describe data sets.")
     fetch = Parser(description="Download CIFAR-10 or CIFAR-100. Resumes, and checks the MD5.")
     fetch.add_argument("name", type=Literal["cifar10", "cifar100"], help="which data set")
     fetch.add_argument("--to", required=True, type=str, metavar=DIR, help="folder for the archive")
@@ -206,6 +202,13 @@ def _pack() -> Parser:
     return pack
 
 
+def _add_train(commands: Any) -> None:
+    train = Parser(description="Train a model.")
+    add_config(train)
+    add_dataclass(train, TrainConfig)
+    commands.add_subcommand("train", train)
+
+
 def _add_uses(commands: Any) -> None:
     """Add the commands that use what was trained."""
     evaluate = Parser(description="Evaluate a run's model on a data set, and by class.")
@@ -256,7 +259,8 @@ def _add_uses(commands: Any) -> None:
         commands.add_subcommand(name, command)
 
 
-def _add_job_commands(commands: Any) -> None:
+def _add_job_commands(every: Any) -> None:
+    commands = _group(every, "jobs", "Run as jobs of Slurm, and see how they are doing.")
     submit = Parser(description="Submit a run as a job. Takes the options of train too.")
     add_config(submit)
     add_dataclass(submit, JobOptions, "job")
@@ -287,17 +291,18 @@ def _add_job_commands(commands: Any) -> None:
     commands.add_subcommand("cancel", cancel)
 
 
-def _report() -> Parser:
+def _add_report(commands: Any) -> None:
     report = Parser(
         description="Write a scaling report of finished runs. Text, HTML, LaTeX, CSV, pictures."
     )
     report.add_argument("runs", type=str, nargs="+", metavar=RUN, help=RUNS)
     report.add_argument("--to", required=True, type=str, metavar=DIR, help="folder for the report")
     add_dataclass(report, ReportOptions)
-    return report
+    commands.add_subcommand("report", report)
 
 
-def _paper_a() -> Parser:
+def _add_papers(every: Any) -> None:
+    commands = _group(every, "reproduce", "Repeat a published experiment, and write its tables.")
     paper = Parser(
         description="Compare one device, MirroredStrategy and Horovod. Writes table 2, "
         "figures 4 and 5 and a verdict on the claim of doi 10.55145/ajest.2026.05.01.009."
@@ -312,7 +317,18 @@ def _paper_a() -> Parser:
         ("ranks", 2, "ranks, and devices of MirroredStrategy"),
     ):
         paper.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
-    return paper
+    commands.add_subcommand("paper-a", paper)
+    _add_commands(commands, {"paper-b": (PaperBOptions, PAPER_B)})
+
+
+def _add_plan_commands(every: Any) -> None:
+    text = "Look at a plan: which ranks hold what, and when they work."
+    _add_commands(_group(every, "plan", text), PLAN_COMMANDS)
+
+
+def _add_bench_commands(every: Any) -> None:
+    text = "Measure what a step costs here, and where its time goes."
+    _add_commands(_group(every, "bench", text), BENCH_COMMANDS)
 
 
 def _add_commands(commands: Any, options: dict[str, tuple[type, str]]) -> None:

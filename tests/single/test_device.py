@@ -3,7 +3,6 @@
 import ast
 import re
 import subprocess
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from hvdtrain import device
+from tests import warm
 from tests.conftest import ROOT
 from tests.late import LateStream
 
@@ -142,7 +142,7 @@ def test_options_choose_the_algorithms_of_a_process() -> None:
         " backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled(),"
         " 'CUBLAS_WORKSPACE_CONFIG' in os.environ)\n"
     )
-    printed = subprocess.check_output([sys.executable, "-c", program], text=True)
+    printed = subprocess.check_output([warm.python(), "-c", program], text=True)
     assert printed.splitlines() == [
         "False False True False False",  # a user's module has set it
         "True True True False False",

@@ -1,6 +1,5 @@
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from hvdtrain.models.component import (
     tensor_shapes,
 )
 from hvdtrain.models.costs import Boundary, boundaries, component_costs
+from tests import warm
 
 ROOT = Path(__file__).parents[3]
 CNN = components("cnn", 10, 8)
@@ -53,7 +53,7 @@ def test_weights_are_the_same_in_another_process() -> None:
         "print(head.weight.double().sum().item().hex())"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+        [warm.python(), "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
     expected = build_component(CNN[-1], 5).get_parameter("weight").double().sum().item()
     assert float.fromhex(run.stdout) == expected

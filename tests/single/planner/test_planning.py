@@ -63,7 +63,7 @@ def test_a_plan_is_measured_chosen_and_trained(
 ) -> None:
     run = tmp_path / "run"
     profile = tmp_path / "profile.json"
-    options = (*RUN, "--data", small_set, "--plan", "auto", "--ranks", 3, "--profile", profile)
+    options = (*RUN, "--data", small_set, "--plan", "auto", "--ranks", 2, "--profile", profile)
     done = hvdtrain(*options, "--run", run)
     assert done.returncode == 0, done.stderr
     assert "plan: measured in " in done.stdout
@@ -72,7 +72,7 @@ def test_a_plan_is_measured_chosen_and_trained(
     (plan,) = events_of(run, "plan")
     assert plan["predicted_seconds"] > 0
     held = {rank for stage in plan["stages"] for rank in stage["ranks"]}
-    assert held == {0, 1, 2}
+    assert held == {0, 1}
     assert summary_of(run)["steps"] == 4
     done = hvdtrain(*options, "--run", tmp_path / "again")
     assert done.returncode == 0, done.stderr

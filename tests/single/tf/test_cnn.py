@@ -1,12 +1,12 @@
 """The CNN in Keras equals the CNN in PyTorch: each framework runs in a separate process."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import warm
 from tests.conftest import ROOT, program_environment
 
 CLASSES, SIZE, BATCH = 10, 32, 64
@@ -51,11 +51,11 @@ assert "torch" not in sys.modules
 """
 
 
-def run(program: str, *arguments: Path) -> None:
+def run(framework: str, program: str, *arguments: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", program % {"classes": CLASSES, "size": SIZE}, *arguments],
+        [warm.python(framework), "-c", program % {"classes": CLASSES, "size": SIZE}, *arguments],
         cwd=ROOT,
-        env=program_environment(),
+        env=program_environment() | {"HVDTRAIN_TEST_FRAMEWORK": framework},
         capture_output=True,
         text=True,
         timeout=300,
@@ -71,8 +71,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, np.ndar
     draw = np.random.default_rng(0)
     images = draw.standard_normal((BATCH, SIZE, SIZE, 3)).astype(np.float32)
     np.savez(inputs, images=images, labels=draw.integers(0, CLASSES, BATCH))
-    run(IN_TORCH, inputs, theirs)
-    run(IN_KERAS, inputs, theirs, ours)
+    run("torch", IN_TORCH, inputs, theirs)
+    run("tensorflow", IN_KERAS, inputs, theirs, ours)
     return dict(np.load(ours)), float(np.load(theirs)["loss"])
 
 

@@ -19,7 +19,7 @@ SMALL = ("--precision", "fp64", "--batch-size", 21, "--epochs", 3, "--lr", 0.2, 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "images"
-    data.synth(folder, 201, 5, size=16, seed=1)
+    data.synth(folder, 117, 5, size=16, seed=1)
     return folder
 
 
@@ -78,7 +78,7 @@ def test_it_resumes_to_the_bit_and_is_evaluated(
     hvdtrain: Program, images: Path, tmp_path: Path, serial: Path
 ) -> None:
     run = tmp_path / "run"
-    fault = ("--inject", "kill step=26 rank=0", "--checkpoint-every", "7 steps")
+    fault = ("--inject", "kill step=16 rank=0", "--checkpoint-every", "7 steps")
     assert train(hvdtrain, images, run, *fault).returncode != 0
     done = train(hvdtrain, images, run, "--resume")
     assert done.returncode == 0, done.stderr
