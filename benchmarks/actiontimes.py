@@ -98,7 +98,7 @@ def measured_costs(
         size = forms[boundary(action.stage, action.kind)].row_bytes
         return latency + rows_sent(cut, sender, receiver, action) * size * seconds_per_byte
 
-    return Costs(compute, hand_over, lambda stage: 0.0)
+    return Costs(compute, hand_over)
 
 
 @dataclass

@@ -2,14 +2,15 @@
 
 Each rank runs its actions in order. An action waits for conditions, "this rank has reached, or has
 ended, this action", and starts at the latest of their times. A condition that is never met is a
-deadlock. Transfers do not compete for the network.
+deadlock. A rank sums the gradients of one stage at a time, in the order of its backwards, as the
+thread of Horovod does; sums by MPI share the network. Other transfers do not compete for it.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from hvdtrain.plan.cut import (
@@ -31,6 +32,22 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.trace import Event
 
 
+class Reduction(NamedTuple):
+    """Seconds of agreeing on the gradients of a stage, and those that its backward leaves.
+
+    Attributes:
+        whole: while nothing else is summed.
+        exposed: from the time at which all replicas have reached the REDUCE: first buckets are
+            summed before.
+    """
+
+    whole: float
+    exposed: float
+
+
+NO_REDUCTION = Reduction(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds per action, as functions.
@@ -38,14 +55,14 @@ class Costs:
     Attributes:
         compute: of (rank, action), where the action is F, B, I, W, LOAD or STEP.
         hand_over: of a transfer (sender, receiver, action), from the SEND to the arrival.
-        reduce: of a stage's REDUCE, from the time at which all its replicas have reached it.
+        reduce: of a stage's REDUCE.
         communicate: of (rank, action), while the rank does nothing else: the overhead of a SEND
             or RECV, or of a compute action that copies arrived data.
     """
 
     compute: Callable[[int, Action], float]
     hand_over: Callable[[int, int, Action], float] = lambda sender, receiver, action: 0.0
-    reduce: Callable[[int], float] = lambda stage: 0.0
+    reduce: Callable[[int], Reduction] = lambda stage: NO_REDUCTION
     communicate: Callable[[int, Action], float] = lambda rank, action: 0.0
 
 
@@ -64,7 +81,7 @@ def unit_costs(
     return Costs(
         lambda rank, action: table.get(action.kind, 0.0),
         lambda sender, receiver, action: hand_over,
-        lambda stage: reduce,
+        lambda stage: Reduction(reduce, reduce),
     )
 
 
@@ -163,6 +180,8 @@ class _Run:
         waiting: the ranks that wait for a condition.
         runnable: the ranks that may continue.
         reached: when replicas have reached a REDUCE.
+        summed: when the gradients of stages are summed.
+        earlier: the stage that a rank sums before another, by (rank, stage).
     """
 
     plan: Plan
@@ -177,6 +196,8 @@ class _Run:
     events: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
     runnable: deque[int] = field(default_factory=deque)
     reached: dict[Action, list[float]] = field(default_factory=lambda: defaultdict(list))
+    summed: dict[int, float] = field(default_factory=dict)
+    earlier: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def release(self, condition: Condition) -> None:
         """Let the ranks continue that wait for a condition."""
@@ -229,6 +250,11 @@ def simulate(
     ready: dict[int, dict[Action, float]] = {rank: {} for rank in plan.ranks}
     run = _Run(plan, cut, costs, rendezvous, synchronised, held, ended, ready)
     run.runnable.extend(sorted(schedule))
+    if len(plan.stages) > 1:
+        for rank, actions in schedule.items():
+            ends = [action.stage for action in actions if action.kind == "REDUCE"]
+            summed = [stage for stage in ends if stage in plan.replicated_stages]
+            run.earlier.update(((rank, stage), before) for before, stage in pairwise(summed))
     clock = dict.fromkeys(schedule, 0.0)
     position = dict.fromkeys(schedule, 0)
     stuck: dict[int, tuple[Action, Condition]] = {}
@@ -254,6 +280,9 @@ def simulate(
 
 def _start(run: _Run, rank: int, action: Action, now: float) -> float | Condition:
     """Return the time at which an action can start, or the first condition that is not met yet."""
+    if action.kind == "STEP":
+        summed = _summed(run, action.stage)
+        return summed if isinstance(summed, Condition) else max(now, summed)
     for other, needed, delay in _needs(run, rank, action):
         end = run.ended[other].get(needed)
         if end is None:
@@ -271,6 +300,24 @@ def _start(run: _Run, rank: int, action: Action, now: float) -> float | Conditio
             return Condition(other, action, is_start=True)
         now = max(now, ready)
     return now
+
+
+def _summed(run: _Run, stage: int) -> float | Condition:
+    """Return when the gradients of a stage are summed, or a condition that is not met yet."""
+    if stage not in run.summed:
+        reached = run.ended[EVERYONE].get(Action(stage, "REDUCE"))
+        if reached is None:
+            return Condition(EVERYONE, Action(stage, "REDUCE"))
+        whole, exposed = run.costs.reduce(stage)
+        end = reached + exposed
+        for rank in run.plan.stages[stage].ranks:
+            if (rank, stage) in run.earlier:
+                before = _summed(run, run.earlier[rank, stage])
+                if isinstance(before, Condition):
+                    return before
+                end = max(end, before + whole)
+        run.summed[stage] = end
+    return run.summed[stage]
 
 
 def _perform(run: _Run, rank: int, action: Action, before: float, start: float) -> float:
@@ -297,8 +344,6 @@ def _needs(run: _Run, rank: int, action: Action) -> list[Need]:
         needs: list[Need] = [(rank, other, 0.0) for other in needed if other.stage == stage]
         receipt = receipt_for(action, last)
         return needs + _arrivals(run, rank, receipt) if receipt else needs
-    if kind == "STEP":
-        return [(EVERYONE, Action(stage, "REDUCE"), run.costs.reduce(stage))]
     if run.rendezvous and kind in SENDS:
         return [(peer, partner(action), 0.0) for peer in peers(run.cut, rank, action)]
     return []

@@ -26,7 +26,7 @@ from hvdtrain.plan.cut import (
     rows_sent,
 )
 from hvdtrain.plan.plan import Plan, Stage
-from hvdtrain.plan.simulate import Costs
+from hvdtrain.plan.simulate import NO_REDUCTION, Costs, Reduction
 from hvdtrain.plan.traffic import Operation, Sizes
 from hvdtrain.planner.agreement import (
     EXACT,
@@ -188,8 +188,8 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
         receipt = receipt_for(action, plan.last)
         return receive_seconds(plan, cut, known, rank, receipt) if receipt else 0.0
 
-    def reduce(stage: int) -> float:
-        return reduction_seconds(plan, cut, stage, known)
+    def reduce(stage: int) -> Reduction:
+        return reduction_of(plan, cut, stage, known)
 
     return Costs(_once(cut, compute), hand_over, cache(reduce), _once(cut, communicate))
 
@@ -277,8 +277,8 @@ class Sum(NamedTuple):
     seconds: float
 
 
-def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
-    """Return the seconds that agreeing on a stage's gradients adds after its last backward.
+def reduction_of(plan: Plan, cut: Cut, stage: int, known: Known) -> Reduction:
+    """Return the seconds of agreeing on a stage's gradients, and those after its last backward.
 
     Buckets are reduced one after another; the first ones while the backward computes, which slows
     both. If the backward is split, the buckets wait for its end. Nothing hides the operations and
@@ -287,20 +287,21 @@ def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
     """
     ranks, components = plan.stages[stage].ranks, plan.stages[stage].components
     if len(ranks) == 1:
-        return 0.0
+        return NO_REDUCTION
     costs = [known.by_name[name] for name in components]
     agreement, replicas = known.agreement, len(ranks)
     if agreement.period is not None:
         meeting = agreement.meeting(Sizes.total(cost.sizes for cost in costs), replicas)
-        return _seconds_of(meeting, ranks, known) / agreement.period
+        return Reduction(*2 * (_seconds_of(meeting, ranks, known) / agreement.period,))
     sums = reductions(agreement, costs, replicas)
     coding = [_coding(one.bytes_of, components[::-1], ranks, known) for one in sums]
     first = [_seconds_of(one.traffic.first, ranks, known) for one in sums]
     encoding = sum(code.encode for code in coding)
     after = sum(_seconds_of(one.traffic.second, ranks, known) for one in sums)
     after += sum(code.decode for code in coding)
+    whole = encoding + sum(first) + after
     if plan.splits_backward:
-        return encoding + sum(first) + after
+        return Reduction(whole, whole)
     parts = _backward_parts(plan, cut, stage, known, components[::-1])
     compute, reduce = known.network.contention
     starts = []
@@ -309,7 +310,7 @@ def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
         parts.insert(place, Part(code.encode, compute))
         starts.append(place + 1)
     exposed = exposed_seconds(parts, list(map(Sum, starts, first)), reduce)
-    return encoding + exposed + after
+    return Reduction(whole, encoding + exposed + after)
 
 
 def _seconds_of(operations: Iterable[Operation], ranks: Sequence[int], known: Known) -> float:

@@ -1,5 +1,6 @@
 """Simulated times equal those of publications and of cases computed by hand; they are drawn."""
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, product
 
@@ -8,10 +9,11 @@ from hypothesis import given, settings
 
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import Action, cut
-from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.plan.simulate import (
     Costs,
     Deadlock,
+    Reduction,
     Simulation,
     simulate,
     unit_costs,
@@ -101,10 +103,30 @@ def slow_rank(rank: int, action: Action) -> float:
 
 
 def test_a_reduction_begins_when_the_last_replica_has_come_to_it() -> None:
-    line = run(a_plan((0, 1), microbatches=2), Costs(slow_rank, reduce=lambda stage: 7.0))
+    line = run(
+        a_plan((0, 1), microbatches=2), Costs(slow_rank, reduce=lambda stage: Reduction(7.0, 7.0))
+    )
     assert {event.rank: event.end for event in line.events} == {0: 37.0, 1: 37.0}
     waits = [event for event in line.events if event.kind == "wait"]
     assert [event[2:4] for event in waits] == [(6, 37), (30, 37)]
+
+
+@pytest.mark.parametrize(
+    ("last", "whole", "exposed", "end"),
+    [
+        ((1,), 4.0, 3.0, 9.0),  # nothing is summed before
+        ((0, 1), 4.0, 4.0, 12.0),  # the last stage from 4 to 8, then the first
+        ((0, 1), 4.0, 1.0, 9.0),  # the last stage to 5, and the first to 9 in place of 7
+        ((0, 1), 1.0, 0.5, 6.5),  # over before the backward of the first stage is
+    ],
+)
+def test_a_rank_sums_one_stage_at_a_time(
+    last: tuple[int, ...], whole: float, exposed: float, end: float
+) -> None:
+    """Sums over the same link once took no longer together than alone."""
+    stages = (Stage(("a",), (0, 1), (1, 1)), Stage(("b",), last, (1,) * len(last)))
+    costs = replace(unit_costs(), reduce=lambda stage: Reduction(whole, exposed))
+    assert run(Plan(stages), costs).seconds == end
 
 
 def test_synchronised_replicas_start_each_forward_and_backward_together() -> None:
