@@ -32,6 +32,7 @@ from hvdtrain.planner.agreement import (
     rank_bytes,
     size,
 )
+from hvdtrain.planner.assign import STEP, assigned_plans
 from hvdtrain.planner.candidate import Candidate, counted, play
 from hvdtrain.planner.choose import predicted_question, question
 from hvdtrain.planner.clusters import Cluster, ClusterNetwork
@@ -118,8 +119,15 @@ def _explained(
     """
     question = _question(config, training, components)
     if isinstance(training.plan_request, Chosen) and not training.is_adaptive:
-        solution = solve(question)
-        candidate, reasons = solution.chosen, solution.reasons()
+        if config.objective == STEP:
+            solution = solve(question)
+            candidate, reasons = solution.chosen, solution.reasons()
+        else:
+            plan = next(assigned_plans(question, [1], 1, config.objective), None)
+            if plan is None:
+                raise UsageError(f"no plan that minimises {config.objective} fits into memory")
+            candidate = play(question, plan, config.objective)
+            reasons = [_against_the_best(question, candidate)]
     else:
         plan = make_plan(training, components, config.image_size, config.ranks)
         candidate = play(question, plan, config.plan or "dp")
@@ -193,6 +201,8 @@ def _checked(config: PlanConfig) -> TrainConfig:
         raise UsageError(
             f"plan show and plan simulate predict no servers: leave --sync {config.sync} out"
         )
+    if config.objective != STEP and not (config.explain and config.plan == "auto"):
+        raise UsageError(f"--objective {config.objective} needs --plan auto and --explain")
     return training
 
 
@@ -210,6 +220,8 @@ def check(config: PlanConfig) -> Parity:
         )
     if any(path is not None for path in (config.trace, config.save, config.actions)):
         raise UsageError("plan check has no --trace, --save or --actions: use plan show")
+    if config.objective != STEP:
+        raise UsageError("plan check has no --objective: use plan show --explain --save")
     if config.cluster or config.explain or config.picture:
         raise UsageError(
             "plan check has no --cluster, --explain or --picture: use plan show or plan simulate"

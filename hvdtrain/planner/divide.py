@@ -401,7 +401,7 @@ def division_at(
 ) -> Division | None:
     """Return the best division between places of the tables and groups of neighbouring ranks."""
     places, ranks = tables.places.tolist(), tables.question.ranks
-    unit = next(n for n in range(1, ranks + 1) if not ranks % n and ranks // n <= MOST_UNITS)
+    unit = unit_of(ranks)
     division = divide(
         len(places) - 1,
         ranks // unit,
@@ -417,6 +417,11 @@ def division_at(
         for run in division.runs
     )
     return Division(tuple(runs), division.seconds)
+
+
+def unit_of(ranks: int) -> int:
+    """Return how many neighbouring ranks a division keeps together: few distinguish all."""
+    return next(n for n in range(1, ranks + 1) if not ranks % n and ranks // n <= MOST_UNITS)
 
 
 def _fits(tables: Tables, microbatches: int, limit: Limit, division: Division) -> bool:

@@ -65,6 +65,13 @@ class PlanConfig(ModelInConfig):
             metavar="FILE",
         ),
     )
+    objective: Literal["step", "paper", "paper-divided"] = field(
+        default="step",
+        metadata=about(
+            "what --plan auto minimises: the simulated step, or paper B's sum over components as "
+            "printed, or with divided work (show --explain)"
+        ),
+    )
     explain: bool = field(
         default=False, metadata=about("print the components, and why this plan is chosen (show)")
     )

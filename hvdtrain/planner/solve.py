@@ -2,8 +2,9 @@
 
 The division (`divide`) is exact for its estimate. The estimate leaves out effects of the schedule:
 waiting of unequal stages, and a bubble that weight gradients fill. So the best division for each
-number of micro-batches, and the plans that users know by name, are simulated with all costs, and
-the fastest plan that fits is chosen.
+number of micro-batches, the best plans in which a rank may be in several stages (`assign`), and
+the plans that users know by name, are simulated with all costs, and the fastest that fits is
+chosen.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 from hvdtrain.errors import UsageError
 from hvdtrain.host.process import collection_paused
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
+from hvdtrain.planner.assign import SCHEDULE, assigned_plans
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.divide import divisions, shares_of
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
 
 MOST_PLAYED = 3  # divisions that are simulated
+MOST_MIXED = 6  # plans of any mix that are simulated, for each number of micro-batches
+SIMULATED = 600  # of them times components times ranks, at most
+MIXED_MICROBATCHES = (1, 2, 4, 8)
 MOST_MICROBATCHES = 1024  # in a suggestion
 MANY = 1000  # components times ranks: above this, simulating one plan takes a second or more
 SHOWN = 5  # candidates to list beside the chosen one
@@ -146,6 +151,14 @@ def candidates(question: Question) -> Iterator[Candidate]:
             yield play(question, plan, f"{best.name.split(',')[0]}, {schedule}")
     if "interleaved" in question.schedules and not is_large(question):
         yield from _interleaved(question)
+    if SCHEDULE in question.schedules:
+        tried = MIXED_MICROBATCHES[:: 2 if is_large(question) else 1]
+        if question.microbatches:
+            tried = (question.microbatches,)
+        numbers = [number for number in tried if number <= question.batch_size]
+        size = len(names) * ranks
+        for plan in assigned_plans(question, numbers, max(1, min(MOST_MIXED, SIMULATED // size))):
+            yield play(question, plan, "mixed")
 
 
 def is_large(question: Question) -> bool:

@@ -18,7 +18,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -33,7 +33,8 @@ from hvdtrain.host import files
 from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.plan.plan import Plan, Stage, pipeline
 from hvdtrain.planner import profilefile
-from hvdtrain.planner.cost import Known
+from hvdtrain.planner.assign import assign, groups_of, paper_prices
+from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.strategies import EPOCHS, IMAGES
 from hvdtrain.study.laws import Estimate, equivalence, is_shown, median, number, ratio
 from hvdtrain.study.options import ModelAtSize, PaperBOptions, devices
@@ -46,6 +47,7 @@ FIGURE_6, OBJECTIVE = "figure 6", "objective"
 HEAVY = 0.5  # part of all parameters that the tail on one rank holds at least
 AS_PRINTED, DIVIDED = "as printed", "with divided work"
 READINGS = (AS_PRINTED, DIVIDED)
+EXACT_WIDTH = 4096  # partial assignments: more than the undominated ones on up to 4 ranks
 Group = tuple[int, ...]
 
 
@@ -75,77 +77,17 @@ class Optimum:
         return OBJECTIVE if len(used) == ranks else None
 
 
-def minimise(known: Known, ranks: int, batch_size: int, reading: str) -> Optimum:
-    """Return the exact optimum, by dynamic programming over the components.
-
-    DP is all ranks, MP any one rank, HP one half of four or more ranks. Among equal optima the
-    one on the lowest ranks is returned.
-    """
-
-    def spent_on(cost: ComponentCost, group: Group) -> float:
-        """Return t_comp + t_comm of a component, without the transfer of its input."""
-        rows = batch_size / len(group) if reading == DIVIDED else batch_size
-        times = [rank.components[cost.name] for rank in known.profile.ranks]
-        computing = [one.forward(rows) + one.backward(rows) + one.update for one in times]
-        # As printed the time is the same under each strategy: that of the fastest rank.
-        divided = max(computing[rank] for rank in group)
-        seconds = divided if reading == DIVIDED else min(computing)
-        return seconds + known.network.reduce_seconds(group, cost.parameter_bytes)
-
-    choices = groups_of(ranks)
-    first = known.costs[0]
-    best: dict[Group, tuple[float, tuple[Group, ...]]] = {
-        group: (spent_on(first, group), (group,)) for group in choices
-    }
-    for previous, cost in pairwise(known.costs):
-        size = previous.output_bytes * batch_size
-        best = {
-            group: min(
-                (
-                    spent + hand_over(known, before, group, size) + spent_on(cost, group),
-                    (*path, group),
-                )
-                for before, (spent, path) in best.items()
-            )
-            for group in choices
-        }
-    least, path = min(best.values())
-    return Optimum(dict(zip([cost.name for cost in known.costs], path, strict=True)), least)
-
-
-def groups_of(ranks: int) -> list[Group]:
-    """Return the ranks that a component may have: single ones, halves of at least two, all."""
-    everybody = tuple(range(ranks))
-    halves = [everybody[: ranks // 2], everybody[ranks // 2 :]] if ranks >= 4 else []
-    return [*((rank,) for rank in everybody), *halves, everybody]
-
-
-def hand_over(known: Known, before: Group, after: Group, size: float) -> float:
-    """Return the seconds of a tensor in the forward, and of its gradient in the backward.
+def minimise(question: Question, divides: bool) -> Optimum:
+    """Return the exact optimum of the objective.
 
     Args:
-        before, after: ranks that hold equal numbers of its rows, in order.
-        size: bytes of the whole tensor.
+        divides: whether DP and HP divide the work of a component.
     """
-
-    def seconds_of(senders: Group, receivers: Group) -> float:
-        """Return the seconds until each receiver has its rows."""
-        return max(
-            sum(
-                known.network.send_seconds(sender, receiver, shared * size)
-                for place, sender in enumerate(senders)
-                if sender != receiver
-                and (shared := _overlap(number, len(receivers), place, len(senders))) > 0
-            )
-            for number, receiver in enumerate(receivers)
-        )
-
-    return seconds_of(before, after) + seconds_of(after, before)
-
-
-def _overlap(one: int, ones: int, other: int, others: int) -> float:
-    """Return the share of the rows that is in part `one` of `ones` and in part `other`."""
-    return min((one + 1) / ones, (other + 1) / others) - max(one / ones, other / others)
+    groups = groups_of(question.ranks)
+    (best,) = assign(paper_prices(question, groups, divides), EXACT_WIDTH, all_ranks=False)
+    names = question.known.profile.names
+    held = {name: groups[group] for name, group in zip(names, best.groups, strict=True)}
+    return Optimum(held, best.seconds)
 
 
 def hybrid(costs: Sequence[ComponentCost], ranks: int) -> Plan:
@@ -301,7 +243,8 @@ class Case:
                 f"{self._profile} is a profile of other settings ({profile}): choose another --to"
             )
         known, images = Known(self.costs, *profile), self.images_per_step
-        return {reading: minimise(known, self.ranks, images, reading) for reading in READINGS}
+        question = Question(known, images, config.optimizer)
+        return {reading: minimise(question, reading == DIVIDED) for reading in READINGS}
 
     def timed(self, optimum: Optimum) -> dict[str, Arm]:
         """Return the timed runs by strategy, and write the plans that have no short form.

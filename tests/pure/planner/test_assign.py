@@ -1,0 +1,247 @@
+"""The ranks of each component, against trying all assignments, and against simulated steps."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hvdtrain.models.costs import ComponentCost
+from hvdtrain.plan.plan import Plan, Stage
+from hvdtrain.planner.assign import (
+    UNFIT,
+    Prices,
+    Ranks,
+    assign,
+    assigned_plans,
+    groups_of,
+    prices_of,
+)
+from hvdtrain.planner.candidate import play
+from hvdtrain.planner.cost import Known, Question
+from hvdtrain.planner.divide import shares_of
+from hvdtrain.planner.network import Curve, Line, MeasuredNetwork
+from hvdtrain.planner.profile import ComponentTimes, Profile, RankTimes
+from hvdtrain.planner.solve import solve
+
+ALL = 4096  # more partial assignments than there are
+
+
+def prices(seed: int, alike: bool, limited: bool) -> Prices:
+    """Return random prices of one to five components on one to three ranks."""
+    draw = np.random.default_rng(seed)
+    components, ranks = int(draw.integers(1, 6)), int(draw.integers(1, 4))
+    if ranks == 3:
+        components = min(components, 4)
+    groups = groups_of(ranks)
+    member = np.array([[rank in group for rank in range(ranks)] for group in groups])
+    count = member.sum(axis=1)
+    work = draw.uniform(0, 1, components) * draw.choice([0, 1, 5], components)
+    held = draw.uniform(0, 1, components) * draw.choice([0.1, 3], components)
+    slowness = np.ones(ranks) if alike else 1 + draw.uniform(0, 0.5, ranks)
+    slowest = np.array([slowness[list(group)].max() for group in groups])
+    passing = work[:, None] / count * slowest + 0.02
+    either = (member[:, None] | member[None, :]) * ~np.eye(len(groups), dtype=bool)[:, :, None]
+    slopes = np.full(either.shape[:2], 0.3) if alike else draw.uniform(0, 1, either.shape[:2])
+    received = np.stack([0.01 * either, slopes[:, :, None] * either])
+    sizes = draw.uniform(0, 1, components - 1)
+    return Prices(
+        member=member,
+        alike=np.zeros(ranks, int) if alike else np.arange(ranks),
+        microbatches=int(draw.choice([1, 2, 4, 8])),
+        passing=passing,
+        backward=passing * 2 / 3,
+        update=0.1 * held[:, None] * np.ones(len(groups)),
+        reduction=(count > 1) * held[:, None] * (2 - 2 / count),
+        latency=0.05 * (count > 1),
+        sizes=np.where(draw.uniform(size=components - 1) < 0.15, UNFIT, sizes),
+        change=2 * received.max(axis=-1),
+        received=received,
+        lasting=3 * held[:, None] * np.ones(len(groups)),
+        flight=work[:, None] / count,
+        limits=np.full(ranks, 2.1 * held.sum()) if limited else None,
+    )
+
+
+def estimate(given: Prices, path: tuple[int, ...]) -> float:
+    """Return the estimate of an assignment by playing its last backward; UNFIT if it is none."""
+    ranks, again = given.member.shape[1], given.microbatches - 1
+    stages = [(group, list(run)) for group, run in itertools.groupby(path)]
+    used = set()
+    passing, load, held = 0.0, np.zeros(ranks), np.zeros(ranks)
+    start = 0
+    places: list[tuple[int, list[int]]] = []
+    for number, (group, run) in enumerate(stages):
+        mine = given.member[group]
+        used |= set(np.flatnonzero(mine).tolist())
+        components = list(range(start, start + len(run)))
+        places.append((group, components))
+        in_flight = min(given.microbatches, len(stages) - number)
+        for component in components:
+            passing += given.passing[component, group]
+            load[mine] += again * given.passing[component, group]
+            load[mine] += given.update[component, group]
+            held[mine] += given.lasting[component, group]
+            held[mine] += in_flight * given.flight[component, group]
+        start += len(run)
+        if number + 1 < len(stages):
+            size, behind = given.sizes[start - 1], stages[number + 1][0]
+            if not math.isfinite(size):
+                return UNFIT
+            passing += given.change[0, group, behind] + size * given.change[1, group, behind]
+            fixed, per_byte = given.received[:, group, behind]
+            load += again * (fixed + size * per_byte)
+    if len(used) < ranks or (given.limits is not None and (held > given.limits).any()):
+        return UNFIT
+    now, summed = 0.0, np.zeros(ranks)
+    for group, components in reversed(places):
+        now += sum(given.backward[component, group] for component in components)
+        mine = given.member[group]
+        if mine.sum() > 1:
+            seconds = given.latency[group] + given.reduction[components, group].sum()
+            summed[mine] = max(now, summed[mine].max()) + seconds
+    return passing + float((load + np.maximum(0.0, summed - now)).max())
+
+
+@pytest.mark.proves(
+    "The ranks of each component (all, some or one, in any mix) are the best of all assignments, "
+    "by the planner's estimate, on small cases."
+)
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("seed", range(50))
+def test_the_best_of_all_assignments_is_found(seed: int, alike: bool, limited: bool) -> None:
+    given = prices(seed, alike, limited)
+    components, groups = given.passing.shape
+    paths = itertools.product(range(groups), repeat=components)
+    wanted = min(estimate(given, path) for path in paths)
+    found = assign(given, ALL)
+    if wanted == UNFIT:
+        assert not found
+    else:
+        assert found[0].seconds == pytest.approx(wanted, rel=1e-12)
+        assert estimate(given, found[0].groups) == pytest.approx(wanted, rel=1e-12)
+
+
+def question(components: int, ranks: int, seed: int, batch_size: int) -> Question:
+    """Return a random model; for odd seeds, all ranks are alike."""
+    draw = np.random.default_rng(seed)
+    costs = [
+        ComponentCost(
+            name=f"part{number}",
+            parameters=parameters,
+            parameter_bytes=4 * parameters,
+            buffer_bytes=0,
+            forward_flops=float(draw.uniform(1e6, 1e8)),
+            output_shape=(output,),
+            output_bytes=4 * output,
+            saved_bytes=50_000,
+        )
+        for number, (parameters, output) in enumerate(
+            zip(
+                draw.integers(25_000, 1_000_000, components).tolist(),
+                draw.integers(2_500, 25_000, components).tolist(),
+                strict=True,
+            )
+        )
+    ]
+    seconds = draw.uniform(1e-5, 1e-4, components)
+
+    def times(slope: float) -> ComponentTimes:
+        forward, backward = (Curve.straight(Line(2e-5, n * slope), batch_size) for n in (1.0, 2.0))
+        return ComponentTimes(forward, backward, forward, forward, update=1e-5)
+
+    rank = RankTimes({c.name: times(slope) for c, slope in zip(costs, seconds, strict=True)})
+    slowness = np.ones(ranks) if seed % 2 else draw.uniform(1, 2, ranks)
+    summed = Curve.straight(Line(1e-4, 2e-9), 1e9)
+    network = MeasuredNetwork(
+        ("here",) * ranks,
+        {False: {2: summed, max(3, ranks): summed}},
+        {False: Curve.straight(Line(1e-4, 1e-10), 1e9)},
+    )
+    profile = Profile(tuple(rank.times(float(factor)) for factor in slowness))
+    return Question(Known(costs, profile, network), batch_size, "sgd")
+
+
+def plan_of(asked: Question, path: tuple[Ranks, ...], microbatches: int) -> Plan:
+    """Return the plan of an assignment of groups of ranks."""
+    stages, start = [], 0
+    for ranks, run in itertools.groupby(path):
+        stop = start + len(list(run))
+        shares = shares_of(asked, ranks, -(-asked.batch_size // microbatches))
+        stages.append(Stage(tuple(asked.known.profile.names[start:stop]), ranks, shares))
+        start = stop
+    return Plan(tuple(stages), microbatches)
+
+
+def plans(asked: Question) -> Iterator[Plan]:
+    """Yield the plans of all assignments."""
+    groups = groups_of(asked.ranks)
+    for path in itertools.product(groups, repeat=len(asked.known.costs)):
+        if set(itertools.chain(*path)) == set(range(asked.ranks)):
+            for microbatches in (1, 2, 4, 8):
+                yield plan_of(asked, path, microbatches)
+
+
+@pytest.mark.parametrize(("components", "ranks"), [(4, 2), (2, 3)])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_assignment_is_simulated_to_be_much_faster_than_the_chosen_plan(
+    components: int, ranks: int, seed: int
+) -> None:
+    """The chosen plan may be slower by what a simpler one is allowed to be, and a little more."""
+    asked = question(components, ranks, seed, [16, 64, 256][seed % 3])
+    fastest = min(play(asked, plan, "").seconds for plan in plans(asked))
+    assert solve(asked).chosen.seconds < 1.03 * fastest
+
+
+def test_without_other_micro_batches_the_estimate_is_the_simulated_step() -> None:
+    """The estimate leaves out micro-batches that wait, and the first bucket of a stage."""
+    for seed in range(1, 20, 2):
+        asked = question(4, 3, seed, 64)
+        groups = groups_of(3)
+        for one in assign(prices_of(asked, 1, groups), ALL, 4):
+            plan = plan_of(asked, tuple(groups[group] for group in one.groups), 1)
+            simulated = play(asked, plan, "").seconds
+            assert 0.93 * one.seconds < simulated < 1.005 * one.seconds
+
+
+def test_convolutions_on_all_ranks_and_the_dense_layer_on_one() -> None:
+    """Krizhevsky (2014): what has few weights is copied, what has many stays in one place."""
+    asked = question(2, 2, 1, 16)
+    first, second = asked.known.costs
+    first = replace(first, parameters=2_500, parameter_bytes=10_000, output_bytes=10_000)
+    second = replace(second, parameters=10**7, parameter_bytes=4 * 10**7, output_bytes=40)
+    long = asked.known.profile.ranks[0].times(20)
+    quick = asked.known.profile.ranks[0].components[second.name]
+    rank = replace(long, components={**long.components, second.name: quick})
+    known = replace(asked.known, costs=(first, second), profile=Profile((rank, rank)))
+    chosen = solve(replace(asked, known=known)).chosen.plan
+    assert [stage.ranks for stage in chosen.stages] == [(0, 1), (1,)]
+
+
+def test_of_five_ranks_runs_of_neighbours_lose_little_against_all_sets() -> None:
+    ranks = 5
+    every = [one for n in range(ranks) for one in itertools.combinations(range(ranks), n + 1)]
+    for seed in range(1, 9, 2):
+        asked = question(3, ranks, seed, 64)
+        best, among_runs = (
+            assign(prices_of(asked, 4, groups), ALL)[0].seconds
+            for groups in (every, groups_of(ranks))
+        )
+        assert best <= among_runs < 1.03 * best
+
+
+def test_many_ranks_are_in_equal_parts() -> None:
+    assert [len(groups_of(ranks)) for ranks in (1, 2, 3, 4, 8, 16)] == [1, 3, 7, 15, 36, 31]
+    assert groups_of(16)[-3:] == [tuple(range(8)), tuple(range(8, 16)), tuple(range(16))]
+
+
+def test_five_hundred_components_on_sixty_four_ranks_are_assigned() -> None:
+    asked = question(500, 64, 0, 256)
+    (plan,) = assigned_plans(asked, [4], 1)
+    assert [name for stage in plan.stages for name in stage.components] == [
+        *asked.known.profile.names
+    ]
+    assert plan.ranks == tuple(range(64))
