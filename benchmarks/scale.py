@@ -24,7 +24,7 @@ from comparison import add_row
 
 from hvdtrain.data import order
 from hvdtrain.engine.progress import HEADER, Agreed, Vitals
-from hvdtrain.health.heartbeat import Stragglers, as_lists, groups_of_equal_work
+from hvdtrain.health.stragglers import Stragglers, as_lists, groups_of_equal_work
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import pipeline, replicated
 from hvdtrain.plan.validate import prove

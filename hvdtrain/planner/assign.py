@@ -290,13 +290,13 @@ def _before(prices: Prices, weights: np.ndarray, hides: float) -> np.ndarray:
     for component in range(components - 1):
         passing = prices.passing[component]
         load = again * passing + prices.update[component]
-        own = best[component] + (passing - hides * prices.backward[component])[:, None]
-        own += weight * load[:, None]
-        best[component + 1] = own
+        on_same = best[component] + (passing - hides * prices.backward[component])[:, None]
+        on_same += weight * load[:, None]
+        best[component + 1] = on_same
         size = prices.sizes[component]
         if math.isfinite(size):
-            changed = (own[:, None] + change + size * per_byte).min(axis=0)
-            best[component + 1] = np.minimum(own, changed)
+            changed = (on_same[:, None] + change + size * per_byte).min(axis=0)
+            best[component + 1] = np.minimum(on_same, changed)
     return best
 
 

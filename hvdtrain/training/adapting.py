@@ -11,7 +11,7 @@ from hvdtrain.backends.pytorch.build import batch_sizes
 from hvdtrain.engine.progress import Agreed
 from hvdtrain.engine.session import Migration, Session, StepTimes
 from hvdtrain.errors import HvdtrainError, UsageError, one_line
-from hvdtrain.health.heartbeat import own_seconds
+from hvdtrain.health.stragglers import own_seconds
 from hvdtrain.plan.plan import Plan, is_same_layout
 from hvdtrain.plan.validate import prove
 from hvdtrain.planner.adapt import (

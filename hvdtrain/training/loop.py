@@ -32,7 +32,7 @@ from hvdtrain.engine.progress import (
 from hvdtrain.engine.session import PendingStep, Session, StepInput, StepOutcome
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
-from hvdtrain.health.heartbeat import Stragglers, groups_of_equal_work
+from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
 from hvdtrain.host import output
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.ownership import LAUNCHED, process_start, since_boot

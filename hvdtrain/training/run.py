@@ -34,7 +34,8 @@ from hvdtrain.engine.session import Session, StepInput, StepOutcome
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.health import failure
 from hvdtrain.health.failure import stalled
-from hvdtrain.health.heartbeat import Heartbeat, Stragglers, groups_of_equal_work, suspects
+from hvdtrain.health.heartbeat import Heartbeat, suspects
+from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
 from hvdtrain.host import alert, counters, files, records
 from hvdtrain.host.activity import OTHERS_SAVE_FACTOR, SAVE_FACTOR, Activity
 from hvdtrain.host.counters import Load, Meter, open_meter

@@ -22,7 +22,7 @@ import numpy as np
 from hvdtrain.engine.agreement import check_digests
 from hvdtrain.engine.progress import SECONDS, Agreed, Stopped, Vitals, learning_rate
 from hvdtrain.errors import CheckFailed, UsageError
-from hvdtrain.health.heartbeat import as_lists
+from hvdtrain.health.stragglers import as_lists
 from hvdtrain.host import counters
 from hvdtrain.planner.memory import GIB, RESERVE
 from hvdtrain.training.run import Run

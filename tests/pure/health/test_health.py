@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hvdtrain.health.heartbeat import Stragglers, as_lists, groups_of_equal_work, medians_of_others
+from hvdtrain.health.stragglers import (
+    Stragglers,
+    as_lists,
+    groups_of_equal_work,
+    medians_of_others,
+)
 from hvdtrain.plan.plan import pipeline, replicated
 
 NAMES = ["stem", "body", "neck", "head"]

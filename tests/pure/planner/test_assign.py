@@ -29,7 +29,7 @@ from hvdtrain.planner.solve import solve
 ALL = 4096  # more partial assignments than there are
 
 
-def prices(seed: int, alike: bool, limited: bool) -> Prices:
+def random_prices(seed: int, alike: bool, limited: bool) -> Prices:
     """Return random prices of one to five components on one to three ranks."""
     draw = np.random.default_rng(seed)
     components, ranks = int(draw.integers(1, 6)), int(draw.integers(1, 4))
@@ -65,42 +65,42 @@ def prices(seed: int, alike: bool, limited: bool) -> Prices:
     )
 
 
-def estimate(given: Prices, path: tuple[int, ...]) -> float:
+def estimate(prices: Prices, path: tuple[int, ...]) -> float:
     """Return the estimate of an assignment by playing its last backward; UNFIT if it is none."""
-    ranks, again = given.member.shape[1], given.microbatches - 1
+    ranks, again = prices.member.shape[1], prices.microbatches - 1
     stages = [(group, list(run)) for group, run in itertools.groupby(path)]
     used = set()
     passing, load, held = 0.0, np.zeros(ranks), np.zeros(ranks)
     start = 0
     places: list[tuple[int, list[int]]] = []
     for number, (group, run) in enumerate(stages):
-        mine = given.member[group]
+        mine = prices.member[group]
         used |= set(np.flatnonzero(mine).tolist())
         components = list(range(start, start + len(run)))
         places.append((group, components))
-        in_flight = min(given.microbatches, len(stages) - number)
+        in_flight = min(prices.microbatches, len(stages) - number)
         for component in components:
-            passing += given.passing[component, group]
-            load[mine] += again * given.passing[component, group]
-            load[mine] += given.update[component, group]
-            held[mine] += given.lasting[component, group]
-            held[mine] += in_flight * given.flight[component, group]
+            passing += prices.passing[component, group]
+            load[mine] += again * prices.passing[component, group]
+            load[mine] += prices.update[component, group]
+            held[mine] += prices.lasting[component, group]
+            held[mine] += in_flight * prices.flight[component, group]
         start += len(run)
         if number + 1 < len(stages):
-            size, behind = given.sizes[start - 1], stages[number + 1][0]
+            size, behind = prices.sizes[start - 1], stages[number + 1][0]
             if not math.isfinite(size):
                 return UNFIT
-            passing += given.change[0, group, behind] + size * given.change[1, group, behind]
-            fixed, per_byte = given.received[:, group, behind]
+            passing += prices.change[0, group, behind] + size * prices.change[1, group, behind]
+            fixed, per_byte = prices.received[:, group, behind]
             load += again * (fixed + size * per_byte)
-    if len(used) < ranks or (given.limits is not None and (held > given.limits).any()):
+    if len(used) < ranks or (prices.limits is not None and (held > prices.limits).any()):
         return UNFIT
     now, summed = 0.0, np.zeros(ranks)
     for group, components in reversed(places):
-        now += sum(given.backward[component, group] for component in components)
-        mine = given.member[group]
+        now += sum(prices.backward[component, group] for component in components)
+        mine = prices.member[group]
         if mine.sum() > 1:
-            seconds = given.latency[group] + given.reduction[components, group].sum()
+            seconds = prices.latency[group] + prices.reduction[components, group].sum()
             summed[mine] = max(now, summed[mine].max()) + seconds
     return passing + float((load + np.maximum(0.0, summed - now)).max())
 
@@ -113,19 +113,19 @@ def estimate(given: Prices, path: tuple[int, ...]) -> float:
 @pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("seed", range(50))
 def test_the_best_of_all_assignments_is_found(seed: int, alike: bool, limited: bool) -> None:
-    given = prices(seed, alike, limited)
-    components, groups = given.passing.shape
+    prices = random_prices(seed, alike, limited)
+    components, groups = prices.passing.shape
     paths = itertools.product(range(groups), repeat=components)
-    wanted = min(estimate(given, path) for path in paths)
-    found = assign(given, ALL)
+    wanted = min(estimate(prices, path) for path in paths)
+    assignments = assign(prices, ALL)
     if wanted == UNFIT:
-        assert not found
+        assert not assignments
     else:
-        assert found[0].seconds == pytest.approx(wanted, rel=1e-12)
-        assert estimate(given, found[0].groups) == pytest.approx(wanted, rel=1e-12)
+        assert assignments[0].seconds == pytest.approx(wanted, rel=1e-12)
+        assert estimate(prices, assignments[0].groups) == pytest.approx(wanted, rel=1e-12)
 
 
-def question(components: int, ranks: int, seed: int, batch_size: int) -> Question:
+def random_question(components: int, ranks: int, seed: int, batch_size: int) -> Question:
     """Return a random model; for odd seeds, all ranks are alike."""
     draw = np.random.default_rng(seed)
     costs = [
@@ -165,24 +165,24 @@ def question(components: int, ranks: int, seed: int, batch_size: int) -> Questio
     return Question(Known(costs, profile, network), batch_size, "sgd")
 
 
-def plan_of(asked: Question, path: tuple[Ranks, ...], microbatches: int) -> Plan:
+def plan_of(question: Question, path: tuple[Ranks, ...], microbatches: int) -> Plan:
     """Return the plan of an assignment of groups of ranks."""
     stages, start = [], 0
     for ranks, run in itertools.groupby(path):
         stop = start + len(list(run))
-        shares = shares_of(asked, ranks, -(-asked.batch_size // microbatches))
-        stages.append(Stage(tuple(asked.known.profile.names[start:stop]), ranks, shares))
+        shares = shares_of(question, ranks, -(-question.batch_size // microbatches))
+        stages.append(Stage(tuple(question.known.profile.names[start:stop]), ranks, shares))
         start = stop
     return Plan(tuple(stages), microbatches)
 
 
-def plans(asked: Question) -> Iterator[Plan]:
+def plans(question: Question) -> Iterator[Plan]:
     """Yield the plans of all assignments."""
-    groups = groups_of(asked.ranks)
-    for path in itertools.product(groups, repeat=len(asked.known.costs)):
-        if set(itertools.chain(*path)) == set(range(asked.ranks)):
+    groups = groups_of(question.ranks)
+    for path in itertools.product(groups, repeat=len(question.known.costs)):
+        if set(itertools.chain(*path)) == set(range(question.ranks)):
             for microbatches in (1, 2, 4, 8):
-                yield plan_of(asked, path, microbatches)
+                yield plan_of(question, path, microbatches)
 
 
 @pytest.mark.parametrize(("components", "ranks"), [(4, 2), (2, 3)])
@@ -191,33 +191,33 @@ def test_no_assignment_is_simulated_to_be_much_faster_than_the_chosen_plan(
     components: int, ranks: int, seed: int
 ) -> None:
     """The chosen plan may be slower by what a simpler one is allowed to be, and a little more."""
-    asked = question(components, ranks, seed, [16, 64, 256][seed % 3])
-    fastest = min(play(asked, plan, "").seconds for plan in plans(asked))
-    assert solve(asked).chosen.seconds < 1.03 * fastest
+    question = random_question(components, ranks, seed, [16, 64, 256][seed % 3])
+    fastest = min(play(question, plan, "").seconds for plan in plans(question))
+    assert solve(question).chosen.seconds < 1.03 * fastest
 
 
 def test_without_other_micro_batches_the_estimate_is_the_simulated_step() -> None:
     """The estimate leaves out micro-batches that wait, and the first bucket of a stage."""
     for seed in range(1, 20, 2):
-        asked = question(4, 3, seed, 64)
+        question = random_question(4, 3, seed, 64)
         groups = groups_of(3)
-        for one in assign(prices_of(asked, 1, groups), ALL, 4):
-            plan = plan_of(asked, tuple(groups[group] for group in one.groups), 1)
-            simulated = play(asked, plan, "").seconds
+        for one in assign(prices_of(question, 1, groups), ALL, 4):
+            plan = plan_of(question, tuple(groups[group] for group in one.groups), 1)
+            simulated = play(question, plan, "").seconds
             assert 0.93 * one.seconds < simulated < 1.005 * one.seconds
 
 
 def test_convolutions_on_all_ranks_and_the_dense_layer_on_one() -> None:
     """Krizhevsky (2014): what has few weights is copied, what has many stays in one place."""
-    asked = question(2, 2, 1, 16)
-    first, second = asked.known.costs
+    question = random_question(2, 2, 1, 16)
+    first, second = question.known.costs
     first = replace(first, parameters=2_500, parameter_bytes=10_000, output_bytes=10_000)
     second = replace(second, parameters=10**7, parameter_bytes=4 * 10**7, output_bytes=40)
-    long = asked.known.profile.ranks[0].times(20)
-    quick = asked.known.profile.ranks[0].components[second.name]
+    long = question.known.profile.ranks[0].times(20)
+    quick = question.known.profile.ranks[0].components[second.name]
     rank = replace(long, components={**long.components, second.name: quick})
-    known = replace(asked.known, costs=(first, second), profile=Profile((rank, rank)))
-    chosen = solve(replace(asked, known=known)).chosen.plan
+    known = replace(question.known, costs=(first, second), profile=Profile((rank, rank)))
+    chosen = solve(replace(question, known=known)).chosen.plan
     assert [stage.ranks for stage in chosen.stages] == [(0, 1), (1,)]
 
 
@@ -225,9 +225,9 @@ def test_of_five_ranks_runs_of_neighbours_lose_little_against_all_sets() -> None
     ranks = 5
     every = [one for n in range(ranks) for one in itertools.combinations(range(ranks), n + 1)]
     for seed in range(1, 9, 2):
-        asked = question(3, ranks, seed, 64)
+        question = random_question(3, ranks, seed, 64)
         best, among_runs = (
-            assign(prices_of(asked, 4, groups), ALL)[0].seconds
+            assign(prices_of(question, 4, groups), ALL)[0].seconds
             for groups in (every, groups_of(ranks))
         )
         assert best <= among_runs < 1.03 * best
@@ -239,9 +239,9 @@ def test_many_ranks_are_in_equal_parts() -> None:
 
 
 def test_five_hundred_components_on_sixty_four_ranks_are_assigned() -> None:
-    asked = question(500, 64, 0, 256)
-    (plan,) = assigned_plans(asked, [4], 1)
+    question = random_question(500, 64, 0, 256)
+    (plan,) = assigned_plans(question, [4], 1)
     assert [name for stage in plan.stages for name in stage.components] == [
-        *asked.known.profile.names
+        *question.known.profile.names
     ]
     assert plan.ranks == tuple(range(64))

@@ -26,7 +26,7 @@ from tests.pure.planner.test_clusters import costs_of
 BATCH = 64
 
 
-def asked(components: int, ranks: int, cluster: str = "8-v100") -> Question:
+def make_question(components: int, ranks: int, cluster: str = "8-v100") -> Question:
     costs = costs_of("resnet18")[-components:]
     return replace(question_of(load(cluster, ranks), costs, BATCH, "sgd"), limits=None)
 
@@ -79,10 +79,10 @@ def value(known: Known, groups: Mapping[str, Group], reading: str) -> float:
 
 @pytest.mark.proves("The paper's printed objective is minimised exactly, in both readings.")
 @pytest.mark.parametrize("reading", [AS_PRINTED, DIVIDED])
-@pytest.mark.parametrize(("ranks", "components"), [(2, 5), (4, 4)])
+@pytest.mark.parametrize(("ranks", "components"), [(2, 5), (4, 3)])
 @pytest.mark.parametrize("cluster", ["8-v100", "16-cpu-10g"])
 def test_no_assignment_is_better(reading: str, ranks: int, components: int, cluster: str) -> None:
-    question = asked(components, ranks, cluster)
+    question = make_question(components, ranks, cluster)
     known = question.known
     names = [cost.name for cost in known.costs]
     best = min(
@@ -95,7 +95,7 @@ def test_no_assignment_is_better(reading: str, ranks: int, components: int, clus
 
 
 def test_as_printed_everything_is_on_one_device() -> None:
-    optimum = minimise(asked(6, 4), divides=False)
+    optimum = minimise(make_question(6, 4), divides=False)
     assert len(set(optimum.groups.values())) == 1
     assert optimum.same_as(4) == SINGLE
 
