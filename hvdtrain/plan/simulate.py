@@ -250,10 +250,11 @@ def simulate(
     ready: dict[int, dict[Action, float]] = {rank: {} for rank in plan.ranks}
     run = _Run(plan, cut, costs, rendezvous, synchronised, held, ended, ready)
     run.runnable.extend(sorted(schedule))
-    if len(plan.stages) > 1:
-        for rank, actions in schedule.items():
+    replicated = plan.replicated_stages
+    for rank, actions in schedule.items():
+        if len(replicated.intersection(plan.stages_of(rank))) > 1:
             ends = [action.stage for action in actions if action.kind == "REDUCE"]
-            summed = [stage for stage in ends if stage in plan.replicated_stages]
+            summed = [stage for stage in ends if stage in replicated]
             run.earlier.update(((rank, stage), before) for before, stage in pairwise(summed))
     clock = dict.fromkeys(schedule, 0.0)
     position = dict.fromkeys(schedule, 0)

@@ -195,7 +195,7 @@ def _factors(rank: int, gradients: Sequence[Gradient], statistics: int, itemsize
 
 
 def meeting_operations(sizes: Sizes, replicas: int, state: int = 0) -> tuple[Operation, ...]:
-    """Return the operations of one period of replicas that train apart.
+    """Return the operations of one period of replicas with local steps.
 
     Averages travel with the weight of each replica. Buffers other than batch norm statistics that
     forwards change are not among them: only a trial shows which ones there are.

@@ -74,7 +74,7 @@ class Agreement:
         return self.sync.period if isinstance(self.sync, Local | DiLoCo | Elastic) else None
 
     def meeting(self, sizes: Sizes, replicas: int) -> tuple[Operation, ...]:
-        """Return the operations of one period of replicas that train apart."""
+        """Return the operations of one period of replicas with local steps."""
         copies, numbers = self.averaged
         state = copies * sizes.elements + numbers * len(sizes.gradients)
         return meeting_operations(sizes, replicas, state)
@@ -186,7 +186,7 @@ def reductions(
 def step_bytes(agreement: Agreement, costs: "Sequence[ComponentCost]", replicas: int) -> float:
     """Return the bytes that each replica of a stage sends per step, as its rank counts them.
 
-    Replicas that train apart send them at their meetings: this is the mean over a period.
+    Replicas with local steps send them at their meetings: this is the mean over a period.
     """
     if replicas == 1:
         return 0.0

@@ -21,14 +21,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations, groupby
+from itertools import combinations, groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.plan.plan import Plan, Stage
+from hvdtrain.plan.plan import Plan
 from hvdtrain.planner.cost import Known, Question
-from hvdtrain.planner.divide import places_of, shares_of, unit_of
+from hvdtrain.planner.divide import places_of, plan_of, shares_of, unit_of
 from hvdtrain.planner.memory import activation_bytes, lasting_bytes
 
 Ranks = tuple[int, ...]
@@ -37,7 +37,7 @@ MOST_RUNS = 8  # ranks: any run of neighbours may be a group
 WIDTH, NARROW = 64, 16  # partial assignments that are kept, of small and of large problems
 MANY = 1000  # components times groups
 UNFIT = math.inf
-OBJECTIVES = STEP, PAPER, PAPER_DIVIDED = "step", "paper", "paper-divided"
+STEP, PAPER, PAPER_DIVIDED = "step", "paper", "paper-divided"  # what a plan minimises
 SCHEDULE = "1f1b"  # the only one that fills ranks which are in several stages
 
 
@@ -256,9 +256,9 @@ def _is_last_of_its_kind(prices: Prices, old: _Partial) -> np.ndarray:
 def _is_undominated(partial: _Partial, prices: Prices) -> np.ndarray:
     """Return which assignments no other one is as good as in everything: bool [number]."""
     number = len(partial.group)
-    values = [partial.passing, partial.pending, partial.stages, *partial.queue.T]
-    values += [*partial.load.T] if prices.microbatches > 1 or prices.update.any() else []
-    values += [*partial.held.T] if prices.limits is not None else []
+    values = [partial.passing, partial.pending, *partial.queue.T, *partial.load.T]
+    if prices.limits is not None:  # of more stages, those in front hold more micro-batches
+        values += [partial.stages, *partial.held.T]
     better = partial.group[:, None] == partial.group
     better &= (partial.used[:, None] | partial.used) == partial.used[:, None]
     strictly = np.zeros((number, number), bool)
@@ -312,7 +312,7 @@ def prices_of(
     profile, costs, network = known.profile.ranks, known.costs, known.network
     samples = -(-question.batch_size // microbatches)
     shape = len(costs), len(groups)
-    passing, backward, update, reduction, lasting, flight = (np.zeros(shape) for _ in range(6))
+    passing, backward, update, reduction = (np.zeros(shape) for _ in range(4))
     latency, rows = np.zeros(len(groups)), []
     norms = np.array([cost.batch_norms for cost in costs], float)
     largest = sum(known.load_bytes(ranks)) or 1.0
@@ -323,14 +323,6 @@ def prices_of(
         times = profile[rank].arrays
         forward, back = times.forward(number), times.backward(number)
         return forward, back + known.is_recomputed * forward
-
-    @cache
-    def held(count: int) -> list[int]:
-        return [lasting_bytes([cost], question.optimizer, count) for cost in costs]
-
-    @cache
-    def kept(most: int) -> list[int]:
-        return [activation_bytes([cost], most, known.recomputed) for cost in costs]
 
     like = {id(times): rank for rank, times in reversed(list(enumerate(profile)))}
     for place, group in enumerate(groups):
@@ -348,20 +340,12 @@ def prices_of(
             whole = network.reduce_seconds(group, largest) / period
             per_byte = max(0.0, whole - latency[place]) / largest
             reduction[:, place] = per_byte * np.array(known.load_bytes(count))
-        if question.limits is not None:
-            factor = max(profile[rank].activation_factor for rank in group)
-            lasting[:, place] = held(count)
-            flight[:, place] = factor * np.array(kept(max(rows[-1])))
     ends = [cost.output_bytes if cost.is_differentiable else UNFIT for cost in costs[:-1]]
     hosts = network.hosts if len(set(network.hosts)) not in (1, ranks) else [""] * ranks
     kinds = [
         [(like[id(profile[rank])], hosts[rank]) for rank in range(first, first + unit)]
         for first in range(0, ranks, unit)
     ]
-    limits = None
-    if question.limits is not None:
-        left = np.subtract(question.limits, [rank.resident_bytes for rank in profile])
-        limits = left.reshape(-1, unit).min(axis=1)
     member = np.array([[rank in group for rank in range(0, ranks, unit)] for group in groups])
     change, received = _changes(known, member, rows, samples, unit)
     return Prices(
@@ -376,10 +360,37 @@ def prices_of(
         sizes=np.array(ends, float),
         change=change,
         received=received,
-        lasting=lasting,
-        flight=flight,
-        limits=limits,
+        **_memory(question, groups, [max(counts) for counts in rows], unit),
     )
+
+
+def _memory(
+    question: Question, groups: Sequence[Ranks], most: Sequence[int], unit: int
+) -> dict[str, Any]:
+    """Return `lasting`, `flight` and `limits` of `Prices`; zeros and None without limits.
+
+    Args:
+        most: samples of a micro-batch on the rank that has the most, by group.
+    """
+    known, profile = question.known, question.known.profile.ranks
+    lasting, flight = np.zeros((2, len(known.costs), len(groups)))
+    if question.limits is None:
+        return {"lasting": lasting, "flight": flight}
+
+    @cache
+    def lasting_on(count: int) -> list[int]:
+        return [lasting_bytes([cost], question.optimizer, count) for cost in known.costs]
+
+    @cache
+    def flight_of(rows: int) -> list[int]:
+        return [activation_bytes([cost], rows, known.recomputed) for cost in known.costs]
+
+    for place, (group, rows) in enumerate(zip(groups, most, strict=True)):
+        factor = max(profile[rank].activation_factor for rank in group)
+        lasting[:, place] = lasting_on(len(group))
+        flight[:, place] = factor * np.array(flight_of(rows))
+    left = np.subtract(question.limits, [rank.resident_bytes for rank in profile])
+    return {"lasting": lasting, "flight": flight, "limits": left.reshape(-1, unit).min(axis=1)}
 
 
 def paper_prices(
@@ -412,6 +423,27 @@ def paper_prices(
     )
     latency = np.zeros(len(groups))
     return replace(prices, passing=computing + reduction, latency=latency, **none)
+
+
+def paper_seconds(question: Question, plan: Plan) -> float:
+    """Return paper B's objective of a plan, with divided work: what `paper_prices` add up to."""
+    groups = list(dict.fromkeys(stage.ranks for stage in plan.stages))
+    # Ranks between the ends of all groups are in the same groups.
+    ends = {
+        end
+        for group in map(set, groups)
+        for rank in group
+        for end in (rank, rank + 1)
+        if (end in group) != (end - 1 in group)
+    }
+    prices = paper_prices(question, groups, divides=True, unit=math.gcd(question.ranks, *ends))
+    path = [groups.index(stage.ranks) for stage in plan.stages for _ in stage.components]
+    seconds = float(prices.passing[np.arange(len(path)), path].sum())
+    for size, (before, behind) in zip(prices.sizes, pairwise(path), strict=True):
+        if before != behind:
+            seconds += float(prices.change[0, before, behind])
+            seconds += float(size * prices.change[1, before, behind])
+    return seconds
 
 
 def _changes(
@@ -459,7 +491,7 @@ def assigned_plans(
     Args:
         numbers: of micro-batches.
         most: plans for each of these numbers.
-        objective: one of OBJECTIVES; those of the paper know no micro-batches.
+        objective: STEP, PAPER or PAPER_DIVIDED; those of the paper know no micro-batches.
     """
     ranks, places = question.ranks, places_of(question)
     unit = unit_of(ranks)
@@ -474,21 +506,11 @@ def assigned_plans(
         else:
             prices = paper_prices(question, groups, objective == PAPER_DIVIDED, unit)
         for one in assign(_joined(prices, places), width, most):
-            yield _plan(question, [groups[group] for group in one.groups], places, number)
-
-
-def _plan(
-    question: Question, assigned: Sequence[Ranks], places: Sequence[int], microbatches: int
-) -> Plan:
-    """Return the plan in which the components up to each place have the assigned ranks."""
-    samples, names = -(-question.batch_size // microbatches), question.known.profile.names
-    stages, first = [], 0
-    for ranks, same in groupby(assigned):
-        after = first + len(list(same))
-        held = tuple(names[places[first] : places[after]])
-        stages.append(Stage(held, ranks, shares_of(question, ranks, samples)))
-        first = after
-    return Plan(tuple(stages), microbatches, SCHEDULE)
+            runs = []
+            for group, run in groupby(range(len(one.groups)), key=one.groups.__getitem__):
+                first, *_, last = 2 * list(run)
+                runs.append((places[first], places[last + 1], groups[group]))
+            yield plan_of(question, runs, number, SCHEDULE)
 
 
 def _joined(prices: Prices, places: Sequence[int]) -> Prices:

@@ -7,8 +7,9 @@ from typing import Any
 from hvdtrain.plan.plan import Plan, labels
 from hvdtrain.plan.trace import draw
 from hvdtrain.planner.agreement import rank_bytes
+from hvdtrain.planner.assign import paper_seconds
 from hvdtrain.planner.candidate import Candidate
-from hvdtrain.planner.cost import Known, Question
+from hvdtrain.planner.cost import Question
 from hvdtrain.planner.memory import Memory
 from hvdtrain.planner.solve import lower_bound
 
@@ -104,7 +105,7 @@ def explain(
         reasons: why it was chosen, or how it compares with the best.
     """
     known, plan, described = question.known, candidate.plan, describe(candidate)
-    objective = paper_objective(known, plan, question.batch_size)
+    objective = paper_seconds(question, plan)
     rows = []
     for stage in plan.stages:
         samples = -(-question.batch_size * stage.shares[0] // sum(stage.shares))
@@ -140,29 +141,6 @@ def explain(
         remark,
     ]
     return Description(content, "\n".join(lines), plan)
-
-
-def paper_objective(known: Known, plan: Plan, batch_size: int) -> float:
-    """Return paper B's objective: the sum of computing and communication over all components.
-
-    Baligodugula and Amsaad, arXiv 2503.23186: sum of t_comp(c_i) + t_comm(c_i, s_i), in seconds.
-    It knows neither overlap nor the bubble of a pipeline, and runs stages one after another.
-    """
-    seconds = 0.0
-    last = plan.last
-    for number, stage in enumerate(plan.stages):
-        rows = -(-batch_size // len(stage.ranks))
-        for name in stage.components:
-            times = known.profile.ranks[stage.ranks[0]].components[name]
-            seconds += times.forward(rows) + times.backward(rows)
-            if len(stage.ranks) > 1:
-                size = known.by_name[name].parameter_bytes
-                seconds += known.network.reduce_seconds(stage.ranks, size)
-        if number < last:
-            size = known.by_name[stage.components[-1]].output_bytes * rows
-            behind = plan.stages[number + 1].ranks[0]
-            seconds += 2 * known.send_seconds(stage.ranks[0], behind, size)
-    return seconds
 
 
 def _joined(numbers: Iterable[int]) -> str:

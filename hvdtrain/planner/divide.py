@@ -17,7 +17,7 @@ then refined: the groups of ranks stay, and all places are allowed.
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -387,13 +387,30 @@ def divisions(
             continue
         if len(coarse.places) < len(fine.places):
             division = refined(fine, number, limit_of(question, schedule, number), division)
-        stages = []
-        for run in division.runs:
-            ranks = tuple(range(run.first, run.first + run.number))
-            shares = shares_of(question, ranks, -(-question.batch_size // number))
-            names = question.known.profile.names[run.start : run.stop]
-            stages.append(Stage(tuple(names), ranks, shares))
-        yield Plan(tuple(stages), number, schedule)
+        held = [
+            (run.start, run.stop, tuple(range(run.first, run.first + run.number)))
+            for run in division.runs
+        ]
+        yield plan_of(question, held, number, schedule)
+
+
+def plan_of(
+    question: Question,
+    held: Iterable[tuple[int, int, tuple[int, ...]]],
+    microbatches: int,
+    schedule: str,
+) -> Plan:
+    """Return a plan whose unequal ranks have unequal shares.
+
+    Args:
+        held: for each stage, its components [start, stop) and its ranks.
+    """
+    names, samples = question.known.profile.names, -(-question.batch_size // microbatches)
+    stages = (
+        Stage(tuple(names[start:stop]), ranks, shares_of(question, ranks, samples))
+        for start, stop, ranks in held
+    )
+    return Plan(tuple(stages), microbatches, schedule)
 
 
 def division_at(

@@ -120,7 +120,7 @@ def test_a_reduction_begins_when_the_last_replica_has_come_to_it() -> None:
         ((0, 1), 1.0, 0.5, 6.5),  # over before the backward of the first stage is
     ],
 )
-def test_a_rank_sums_one_stage_at_a_time(
+def test_ranks_sum_the_gradients_of_stages_one_after_another(
     last: tuple[int, ...], whole: float, exposed: float, end: float
 ) -> None:
     """Sums over the same link once took no longer together than alone."""

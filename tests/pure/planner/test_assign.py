@@ -11,12 +11,14 @@ import pytest
 from hvdtrain.models.costs import ComponentCost
 from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.planner.assign import (
+    PAPER_DIVIDED,
     UNFIT,
     Prices,
     Ranks,
     assign,
     assigned_plans,
     groups_of,
+    paper_seconds,
     prices_of,
 )
 from hvdtrain.planner.candidate import play
@@ -245,3 +247,12 @@ def test_five_hundred_components_on_sixty_four_ranks_are_assigned() -> None:
         *question.known.profile.names
     ]
     assert plan.ranks == tuple(range(64))
+
+
+def test_the_plan_of_the_papers_objective_has_the_least_of_all() -> None:
+    """The printed value of a plan and what is minimised are the same sum."""
+    question = random_question(3, 2, 1, 64)
+    plan = next(assigned_plans(question, [1], 1, PAPER_DIVIDED))
+    everything = [paper_seconds(question, other) for other in plans(question)]
+    assert paper_seconds(question, plan) == pytest.approx(min(everything), rel=1e-12)
+    assert paper_seconds(question, plan) < max(everything)
