@@ -8,7 +8,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdtrain.config import TrainConfig
+    from hvdtrain.planner.cost import Known
+    from hvdtrain.planner.measure import Subject
+    from hvdtrain.world import World
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 CLASSES, SIZE = 10, 32
@@ -140,3 +146,28 @@ def _autocast(precision: str, device: str) -> AbstractContextManager[object]:
     import torch
 
     return torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def measured(model: str, images: int, job: "World") -> "tuple[TrainConfig, Subject, Known]":
+    """Return what `--plan auto` measures on the ranks of a job, one thread each. Collective.
+
+    Args:
+        images: per step, over all ranks.
+    """
+    import torch
+
+    from hvdtrain import models
+    from hvdtrain.backends.pytorch.measured import subject_of
+    from hvdtrain.check.plan import MEAN, STD
+    from hvdtrain.config import TrainConfig
+    from hvdtrain.data.index import TargetForm
+    from hvdtrain.parallel.stage import Images
+    from hvdtrain.planner import choose
+
+    torch.set_num_threads(1)
+    config = TrainConfig(model=model, data="", plan="auto", optimizer="sgd", batch_size=images)
+    components = models.components(model, CLASSES, SIZE)
+    normalised = Images(MEAN, STD, torch.device("cpu"), config.precision)
+    form = TargetForm((), "int64", CLASSES)
+    subject = subject_of(config, components, SIZE, form, normalised)
+    return config, subject, choose.measure(subject, job)

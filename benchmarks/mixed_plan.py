@@ -77,27 +77,13 @@ def main() -> None:
 
 def _predict(options: argparse.Namespace) -> None:
     """Run one rank of the predictions; rank 0 prints them."""
-    import torch
-
-    from hvdtrain import models, world
-    from hvdtrain.backends.pytorch.measured import subject_of
-    from hvdtrain.check.plan import MEAN, STD
-    from hvdtrain.config import TrainConfig
-    from hvdtrain.data.index import TargetForm
-    from hvdtrain.parallel.stage import Images
+    from hvdtrain import world
     from hvdtrain.plan.plan import Plan
     from hvdtrain.planner import choose
     from hvdtrain.planner.solve import solve
 
     job = world.start(threads=1)
-    torch.set_num_threads(1)
-    config = TrainConfig(
-        model=options.model, data="", plan="auto", optimizer="sgd", batch_size=options.images
-    )
-    components = models.components(options.model, common.CLASSES, common.SIZE)
-    images = Images(MEAN, STD, torch.device("cpu"), config.precision)
-    form = TargetForm((), "int64", common.CLASSES)
-    known = choose.measure(subject_of(config, components, common.SIZE, form, images), job)
+    config, _, known = common.measured(options.model, options.images, job)
 
     def kind(plan: Plan) -> str:
         if len(plan.stages) == 1:

@@ -121,36 +121,23 @@ def _predict(options: argparse.Namespace) -> None:
     import torch
 
     from hvdtrain import models, world
-    from hvdtrain.backends.pytorch.measured import subject_of
     from hvdtrain.backends.pytorch.parts import build_model
-    from hvdtrain.check.plan import MEAN, STD
-    from hvdtrain.config import TrainConfig
-    from hvdtrain.data.index import TargetForm
-    from hvdtrain.parallel.stage import Images
     from hvdtrain.plan.plan import replicated
     from hvdtrain.planner import choose
     from hvdtrain.planner.candidate import play
     from hvdtrain.planner.coding import measure_coding
 
     job = world.start(threads=1)
-    torch.set_num_threads(1)
     ways = {
         method: _options_of(method)
         for method in options.methods.split(";")
         if not method.startswith("ddp")
     }
-    config = TrainConfig(
-        model=options.model, data="", plan="auto", optimizer="sgd", batch_size=2 * options.images
-    )
+    config, subject, known = common.measured(options.model, 2 * options.images, job)
     components = models.components(options.model, common.CLASSES, common.SIZE)
-    images = Images(MEAN, STD, torch.device("cpu"), config.precision)
-    subject = subject_of(
-        config, components, common.SIZE, TargetForm((), "int64", common.CLASSES), images
-    )
     by_name = {part.name: part for part in components}
-    known = choose.measure(subject, job)
     coding = measure_coding(
-        lambda name: build_model([by_name[name]], config, images.device).parameters(),
+        lambda name: build_model([by_name[name]], config, torch.device("cpu")).parameters(),
         subject.names,
         [way["compress"] for way in ways.values() if "compress" in way],
         job.size,
