@@ -197,7 +197,7 @@ class State(ABC):
     def share(self) -> dict[str, np.ndarray]:
         """Return copies of the arrays that this rank writes to a checkpoint, by their names there.
 
-        Collective: replicas that train apart contribute to the average that a checkpoint holds.
+        Collective: replicas with local steps contribute to the average that a checkpoint holds.
         The next call uses the same memory again.
         """
 
@@ -322,7 +322,7 @@ class Session(ABC):
         return True
 
     def meet(self) -> None:
-        """Let replicas that train apart agree, before an evaluation. Collective."""
+        """Let replicas with local steps agree, before an evaluation. Collective."""
         return
 
     def counted(self) -> Mapping[str, float]:

@@ -190,7 +190,7 @@ def _check_local(optimizer: Any) -> None:
 
 
 class LocalSteps(keras.callbacks.Callback):
-    """Lets ranks train apart, and averages weights and optimizer after every `period` steps.
+    """Lets ranks make local steps, and averages weights and optimizer after every `period` steps.
 
     Local SGD (Stich, ICLR 2019): all ranks count the same, so give them batches of one size. The
     ranks also average before an evaluation and after each epoch. Place it before other callbacks.

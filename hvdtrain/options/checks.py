@@ -215,7 +215,7 @@ EXCLUDED = (
     ("plan adaptive", "compress", "which it cannot predict", "use --plan auto"),
     ("clip_norm", "sync", UNKNOWN_NORM, ONE),
     ("on_bad_step", "sync", UNKNOWN_NORM, ONE),
-    ("batch_norm", "sync", "which lets replicas train apart", "use --batch-norm local"),
+    ("batch_norm", "sync", "which lets replicas make local steps", "use --batch-norm local"),
     ("reduce_with", "server", "which sums gradients on the servers", ONE),
     ("allreduce", "server", "which sums gradients on the servers", ONE),
     ("allreduce", "shard_optimizer", "which sums by reduce-scatter", ONE),

@@ -383,7 +383,7 @@ class Runtime:
             part.gradients.finish()
             part.gradients.gather()
             for name, parameter in part.model.parameters().items():
-                # A replica that trains apart has no gradients without samples.
+                # A replica with local steps has no gradients without samples.
                 value = parameter.grad
                 missing = torch.zeros_like(parameter)
                 gradients[name] = missing if value is None else value / step.loss_scale

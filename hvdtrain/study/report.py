@@ -297,7 +297,7 @@ DISTURBED = (
 
 AGREEMENT = (
     "Bytes are those that a rank sends if each operation sends as few as any algorithm can: means "
-    "over ranks and steps. Those of checkpoints are included, for which replicas that train apart "
+    "over ranks and steps. Those of checkpoints are included, for which replicas with local steps "
     "average what differs. The residual norm is that of what a rank has not sent at the end. All "
     "numbers are medians of repeats."
 )

@@ -370,7 +370,7 @@ class Replica:
         self.reduction.meetings.after_step(self.steps)
 
     def meet(self) -> None:
-        """Let ranks that train apart agree. Collective."""
+        """Let ranks with local steps agree. Collective."""
         self.reduction.meetings.meet()
 
     @property

@@ -63,7 +63,7 @@ def prepare(
     samples. Running statistics of batch norms become their mean over the ranks, weighted by
     samples; other buffers that forwards change become those of one rank.
 
-    With `sync="local:H"` ranks train apart, and gradients are those of a rank's samples. After
+    With `sync="local:H"` ranks make local steps: gradients are those of a rank's samples. After
     every H steps of the optimizer, and before `evaluate` and `save`, weights, statistics and the
     state of the optimizer become their averages, weighted by samples.
 

@@ -1,7 +1,7 @@
 """The sums of a prepared model over the ranks, or its local steps.
 
 Ranks sum gradients, running statistics and other buffers in every backward. With local steps they
-train apart and average their weights after a period.
+update by their own gradients, and average their weights after a period.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ class Reduction(Kept):
     Attributes:
         changing: names of the buffers of `others` that forwards change on any rank.
         is_exact: whether all ranks hold the same weights after each step.
-        meetings: of ranks that train apart; those that agree in every step have none.
+        meetings: of ranks with local steps; those that agree in every step have none.
     """
 
     is_exact = True
@@ -186,7 +186,7 @@ def reduction_of(
     """Return the sums of a model; each gradient becomes a view into a bucket. Collective.
 
     Args:
-        period: steps between meetings of ranks that train apart; None: exact gradients.
+        period: steps between meetings of ranks with local steps; None: exact gradients.
     """
     parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
     statistics = {

@@ -93,7 +93,7 @@ class Watched(Protocol):
         """Refuse a loop that never steps."""
 
     def meet(self) -> None:
-        """Let ranks that train apart agree. Collective."""
+        """Let ranks with local steps agree. Collective."""
 
 
 @dataclass

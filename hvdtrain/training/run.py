@@ -586,7 +586,7 @@ def _start_or_resume(
     progress = Progress.of(kept) if kept else Progress(session.index.hash, loss_scale=scale)
     if kept is None and config.weights is not None:
         console.say(session.state.start_from(Path(config.weights)))
-    if kept is None:  # replicas that train apart have restored different weights
+    if kept is None:  # replicas with local steps have restored different weights
         session.state.agree()
     replication = open_replication(config, folder, session.world, console.say)
     if session.world.rank != 0:

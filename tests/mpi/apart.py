@@ -1,4 +1,4 @@
-"""Replicas that train apart, for tests: their training, and serial simulations of it."""
+"""Replicas with local steps, for tests: their training, and serial simulations of it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -160,7 +160,7 @@ def final(
 
 
 class Replicas:
-    """A serial simulation of replicas that train apart: each is a runtime of one rank."""
+    """A serial simulation of replicas with local steps: each is a runtime of one rank."""
 
     def __init__(self, config: TrainConfig, plan: Plan, components: list[Component]) -> None:
         self.config, self.plan, self.count = config, plan, len(plan.stages[0].ranks)

@@ -1,4 +1,4 @@
-"""Parameters of replicas that train apart, in every step: recorded, for test_histories.py.
+"""Parameters of replicas with local steps, in every step: recorded, for test_histories.py.
 
     python -m tests.mpi.histories
 

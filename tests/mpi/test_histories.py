@@ -1,4 +1,4 @@
-"""Replicas that train apart, against parameters that were recorded (histories.py)."""
+"""Replicas with local steps, against parameters that were recorded (histories.py)."""
 
 import json
 

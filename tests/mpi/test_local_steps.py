@@ -1,4 +1,4 @@
-"""Replicas that train apart and meet: against the exact run, and against serial simulations."""
+"""Replicas with local steps and meet: against the exact run, and against serial simulations."""
 
 from collections.abc import Callable
 from dataclasses import replace

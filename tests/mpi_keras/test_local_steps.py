@@ -1,4 +1,4 @@
-"""Keras models whose ranks train apart and average their weights after every few steps."""
+"""Keras models whose ranks make local steps and average their weights after every few steps."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Runs whose replicas train apart, stopped inside a period, end as if nothing had happened."""
+"""Runs with local steps, stopped inside a period, end as if nothing had happened."""
 
 import functools
 import re
