@@ -121,6 +121,14 @@ class TrainConfig(
         Rule.FIRST | Rule.ON_RESUME | Rule.TORCH_ONLY,
         shown_default="that of the plan file, else 1f1b",
     )
+    schedule_every: int | None = option(
+        None,
+        "epochs after which --plan adaptive also profiles and chooses again, as paper B's "
+        "algorithm 1 does",
+        Group.PLAN,
+        Rule.POSITIVE | Rule.ON_RESUME | Rule.TORCH_ONLY,
+        shown_default="only when ranks or the network drift",
+    )
     verify: bool = option(
         False,
         "before the first step, compare three steps under the plan with three steps on one "

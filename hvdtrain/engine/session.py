@@ -22,6 +22,7 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.world import World
 
 if TYPE_CHECKING:
+    from hvdtrain.parallel.exchange import Exchange
     from hvdtrain.planner.cost import Question
 
 Shape = tuple[int, ...]
@@ -257,6 +258,10 @@ class Migration(ABC):
     @abstractmethod
     def read_times(self) -> StepTimes:
         """Return the mean times of the parts of a step since the last call."""
+
+    @abstractmethod
+    def exchange(self) -> "Exchange":
+        """Return transfers between all ranks, to measure their links. Collective."""
 
 
 class Timeline(ABC):

@@ -252,6 +252,7 @@ EXCLUDED = (
 # A use that needs another one, and how that is written.
 NEEDED = (
     ("profile", "plan chosen", "--plan auto or --plan adaptive"),
+    ("schedule_every", "plan adaptive", "--plan adaptive"),
     ("resume", "run", "--run"),
 )
 

@@ -1,6 +1,8 @@
 """Decides when to replan, and whether another plan is worth its migration."""
 
+import math
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -60,13 +62,16 @@ class Watch:
 
     Attributes:
         unaveraged: steps that together do not last LEAST_SECONDS yet.
-        times: means over such steps: own seconds of each rank, the rest of the step, the step.
+        times: means over such steps: own seconds of each rank, the rest of the step, the step;
+            since some kind of drift started.
+        latest: the last of these means, with or without a drift.
         evidence, lasted, seconds: for each kind of drift (rank slower, rank faster, all waiting),
             the evidence as in EVIDENCE, and the steps and seconds without a break.
     """
 
     unaveraged: list[NDArray[np.float64]] = field(default_factory=list)
     times: list[NDArray[np.float64]] = field(default_factory=list)
+    latest: deque[NDArray[np.float64]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     base: NDArray[np.float64] | None = None
     unsettled: int = SETTLING
     evidence: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
@@ -90,15 +95,33 @@ class Watch:
         time, steps = np.mean(self.unaveraged, axis=0), len(self.unaveraged)
         self.unaveraged.clear()
         self.times.append(time)
+        self.latest.append(time)
         if self.base is None:
             self._set_base()
             return None
         self._weigh(time, steps)
         return self._drift()
 
+    def as_they_are(self, cause: str) -> Drift:
+        """Return the ranks and the network as the latest steps show them, if there are any."""
+        if not self.latest:
+            return Drift(cause, (), 0.0)
+        now = np.median(self.latest, axis=0)
+        return Drift(cause, tuple(now[:-2].tolist()), float(now[-1]), is_waiting=True)
+
+    def change_of_a_component(self, ratios: Sequence[Mapping[str, float]]) -> Drift | None:
+        """Return the drift if a component's time changed against the others of its rank.
+
+        Args:
+            ratios: see `changed_component`.
+        """
+        cause = changed_component(ratios)
+        return replace(self.as_they_are(cause), is_waiting=False) if cause else None
+
     def restart(self) -> None:
         """Start a new base from the next steps."""
         self.times.clear()
+        self.latest.clear()
         self.unaveraged.clear()
         self.base, self.unsettled = None, SETTLING
 
@@ -285,14 +308,41 @@ def compared(
     return ratios
 
 
-def following(question: Question, ratios: Sequence[Mapping[str, float]]) -> Question:
+def changed_component(ratios: Sequence[Mapping[str, float]]) -> str:
+    """Return the component whose time changed most against the others of its rank, in words.
+
+    Empty if none has changed by the factor DRIFT.
+
+    Args:
+        ratios: of the measured times to those of a profile that followed the steps, by rank.
+    """
+    relative = [
+        (rank, name, ratio)
+        for rank, rank_ratios in enumerate(map(_relative_ratios, ratios))
+        for name, ratio in rank_ratios.items()
+    ]
+    if not relative:
+        return ""
+    rank, name, ratio = max(relative, key=lambda one: abs(math.log(one[2])))
+    if 1 / DRIFT <= ratio <= DRIFT:
+        return ""
+    speed = f"{ratio:.2f}x slower" if ratio > 1 else f"{1 / ratio:.2f}x faster"
+    return f"{name} on rank {rank} is {speed}, beside its other components, than before"
+
+
+def following(
+    question: Question, ratios: Sequence[Mapping[str, float]], most: float = MOST_DIFFERENCE
+) -> Question:
     """Return the question with components adapted to their measured ratios on each rank.
 
     Ratios count relative to the median of their rank. How fast a rank is as a whole is up to
     `calibrated`. A component that a rank does not hold gets the median of the ranks that hold
     it.
+
+    Args:
+        most: factor by which a component may deviate; a larger one counts as a disturbance.
     """
-    relative = [_relative_ratios(rank_ratios) for rank_ratios in ratios]
+    relative = [_relative_ratios(rank_ratios, most) for rank_ratios in ratios]
     seen: dict[str, list[float]] = {}
     for rank_ratios in relative:
         for name, ratio in rank_ratios.items():
@@ -306,15 +356,14 @@ def following(question: Question, ratios: Sequence[Mapping[str, float]]) -> Ques
     return replace(question, known=replace(question.known, profile=Profile(ranks)))
 
 
-def _relative_ratios(ratios: Mapping[str, float]) -> dict[str, float]:
+def _relative_ratios(
+    ratios: Mapping[str, float], most: float = MOST_DIFFERENCE
+) -> dict[str, float]:
     """Return the ratios of a rank relative to their median."""
     if not ratios:
         return {}
     median = statistics.median(ratios.values())
-    return {
-        name: min(MOST_DIFFERENCE, max(1 / MOST_DIFFERENCE, ratio / median))
-        for name, ratio in ratios.items()
-    }
+    return {name: min(most, max(1 / most, ratio / median)) for name, ratio in ratios.items()}
 
 
 def _scaled(rank: RankTimes, factors: Mapping[str, float]) -> RankTimes:

@@ -2,9 +2,10 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -146,6 +147,7 @@ class Contention(NamedTuple):
 
 
 FREE = Contention()
+SLOW_LINK = 1.5  # a link is slow if it is this many times slower than the fastest
 
 
 class Network(Protocol):
@@ -179,12 +181,15 @@ class MeasuredNetwork:
         all_reduce: seconds by bytes, by number of ranks; the first key is whether they are on
             several hosts.
         hand_over: seconds by bytes; the key is whether the two ranks are on different hosts.
+        slow_links: those of a pair of ranks, in ascending order, between which transfers take
+            longer than between others, both ways.
     """
 
     hosts: tuple[str, ...]
     all_reduce: dict[bool, dict[int, Curve]] = field(default_factory=dict)
     hand_over: dict[bool, Curve] = field(default_factory=dict)
     contention: Contention = FREE
+    slow_links: Mapping[tuple[int, int], Curve] = field(default_factory=dict)
 
     def scaled(self, factor: float) -> "MeasuredNetwork":
         """Return a network that is `factor` times slower."""
@@ -195,19 +200,52 @@ class MeasuredNetwork:
                 for crosses, curves in self.all_reduce.items()
             },
             hand_over={crosses: c.times(factor) for crosses, c in self.hand_over.items()},
+            slow_links={pair: c.times(factor) for pair, c in self.slow_links.items()},
         )
+
+    def with_links(self, links: Mapping[tuple[int, int], Curve]) -> "MeasuredNetwork":
+        """Return the network as its links are now: all as slow as the fastest, some slower.
+
+        How slow a link is counts beside what was known of its kind.
+
+        Args:
+            links: seconds by bytes, for each pair of ranks in ascending order.
+        """
+        size = max(curve.points[-1][0] for curve in links.values())
+        ratios = {
+            pair: curve(size) / self._usual_seconds(*pair, size) for pair, curve in links.items()
+        }
+        usual = min(ratios.values())
+        slow = {pair: links[pair] for pair, ratio in ratios.items() if ratio > SLOW_LINK * usual}
+        return replace(self.scaled(usual), slow_links=slow)
 
     @property
     def breakpoints(self) -> Sequence[float]:
         """Return all measured sizes, ascending."""
         curves = [curve for curves in self.all_reduce.values() for curve in curves.values()]
-        curves += self.hand_over.values()
+        curves += [*self.hand_over.values(), *self.slow_links.values()]
         return sorted({size for curve in curves for size, _ in curve.points})
 
     def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
-        """Return the seconds of an all-reduce, interpolated between measured numbers of ranks."""
+        """Return the seconds of an all-reduce, interpolated between measured numbers of ranks.
+
+        A slow link makes it as many times slower as a transfer of one rank's part of the bytes,
+        if the two ranks are neighbours in the ring.
+        """
         if len(ranks) < 2 or not size:
             return 0.0
+        seconds = self._reduce_seconds(ranks, size)
+        if not self.slow_links:
+            return seconds
+        part = size / len(ranks)
+        ring = {(min(pair), max(pair)) for pair in pairwise((*ranks, ranks[0]))}
+        slower = [
+            self.slow_links[pair](part) / self._usual_seconds(*pair, part)
+            for pair in ring & self.slow_links.keys()
+        ]
+        return seconds * max(1.0, *slower) if slower else seconds
+
+    def _reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
         crosses = len({self.hosts[rank] for rank in ranks}) > 1
         by_number = self.all_reduce.get(crosses) or self.all_reduce[not crosses]
         numbers = sorted(by_number)
@@ -220,6 +258,10 @@ class MeasuredNetwork:
         """Return the seconds from a send of `size` bytes to their arrival."""
         if sender == receiver:
             return 0.0
+        slow = self.slow_links.get((min(sender, receiver), max(sender, receiver)))
+        return slow(size) if slow else self._usual_seconds(sender, receiver, size)
+
+    def _usual_seconds(self, sender: int, receiver: int, size: float) -> float:
         crosses = self.hosts[sender] != self.hosts[receiver]
         return (self.hand_over.get(crosses) or self.hand_over[not crosses])(size)
 

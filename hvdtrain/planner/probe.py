@@ -29,6 +29,7 @@ LONG_SECONDS = 0.25  # an operation that takes longer, as on a slow link, is not
 CONTENDED_BYTES = 4 * 2**20
 NOT_OVER = 0.02  # part of the seconds of all-reduces that tells that they ran to the end
 MOST_SLOWDOWN = 8.0
+LINK_SIZES = (2**10, 2**16, 2**20)
 PING, PONG = 11, 12
 _CPU = torch.device("cpu")
 # Starts an all-reduce in place under a name; returns a function that tells whether it is complete.
@@ -265,6 +266,34 @@ def _transfer_curve(
             seconds = statistics.median(trips[warm_up:])
         seconds_by_size.append(world.broadcast(seconds, pair[0]))
     return Curve.of(sizes, seconds_by_size)
+
+
+def link_curves(world: World, exchange: Exchange) -> dict[tuple[int, int], Curve]:
+    """Measure transfers between each two ranks, both in ascending order. Collective.
+
+    Pairs that share no rank are measured at the same time, as in the rounds of a tournament.
+
+    Returns:
+        The curve of each pair of ranks; the same on all ranks.
+    """
+    places = world.size + world.size % 2  # with a place that nobody has, if their number is odd
+    measured: dict[tuple[int, int], Curve] = {}
+    for turn in range(places - 1):
+        other = (turn - world.rank) % (places - 1)
+        if world.rank == places - 1:  # stays; it meets the one who would meet itself
+            other = turn * (places // 2) % (places - 1)
+        elif other == world.rank:
+            other = places - 1
+        world.barrier()
+        if other < world.size:
+            is_first = world.rank < other
+            seconds = [
+                statistics.median(_trip_seconds(exchange, other, is_first, size, LEAST))
+                for size in LINK_SIZES
+            ]
+            if is_first:
+                measured[world.rank, other] = Curve.of(LINK_SIZES, seconds)
+    return dict(pair for found in world.gather(measured) for pair in found.items())
 
 
 def broadcast_curve(world: World, sizes: Sequence[int]) -> Curve:

@@ -1,22 +1,27 @@
 """`--plan adaptive`: rank 0 watches, replans during training, and lets all ranks migrate."""
 
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from hvdtrain.backends.pytorch.build import batch_sizes
 from hvdtrain.engine.progress import Agreed
 from hvdtrain.engine.session import Migration, Session, StepTimes
 from hvdtrain.errors import HvdtrainError, UsageError, one_line
 from hvdtrain.health.stragglers import own_seconds
+from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.plan.plan import Plan, is_same_layout
 from hvdtrain.plan.validate import prove
 from hvdtrain.planner.adapt import (
     ALIKE,
+    LEAST_SECONDS,
+    MOST_DIFFERENCE,
     SETTLING,
+    WINDOW,
     Decision,
     Drift,
     Watch,
@@ -28,6 +33,8 @@ from hvdtrain.planner.adapt import (
 )
 from hvdtrain.planner.candidate import TRANSFER, play
 from hvdtrain.planner.cost import Question
+from hvdtrain.planner.network import MeasuredNetwork
+from hvdtrain.planner.probe import link_curves
 from hvdtrain.planner.solve import Solution, lower_bound, solve
 
 PROFILE_STEPS = 50  # the components are compared with their predictions every 50 steps
@@ -45,6 +52,18 @@ class Replan:
     decision: Decision
 
 
+class Survey(NamedTuple):
+    """Measurements of all ranks after a drift, for a replan.
+
+    Attributes:
+        end: the step under the current plan after which they are read.
+        includes_links: whether links between ranks are measured then.
+    """
+
+    end: int
+    includes_links: bool
+
+
 @dataclass
 class Adapter:
     """One rank's side of replanning and migration; only rank 0 has a `question` and replans.
@@ -58,6 +77,9 @@ class Adapter:
         replans: the outcome of that thread, once there is one.
         pending: a plan that all ranks will migrate to.
         is_forced: whether to migrate to another plan, whatever that saves.
+        steps_left: steps that the run still has to make.
+        drift: what rank 0 has seen, and will replan for after a survey.
+        survey: the survey that is under way, on all ranks.
     """
 
     session: Session
@@ -71,11 +93,24 @@ class Adapter:
     replans: list[Replan | Exception] = field(default_factory=list)
     pending: Replan | None = None
     is_forced: bool = False
+    steps_left: int = 0
+    drift: Drift | None = None
+    survey: Survey | None = None
 
     @property
     def wants_change(self) -> bool:
-        """Return whether this rank requests a migration from all ranks."""
-        return self.pending is not None
+        """Return whether this rank requests a migration, or a survey, from all ranks."""
+        return self.pending is not None or (self.drift is not None and self.survey is None)
+
+    @property
+    def open_question(self) -> Question | None:
+        """Return the question on rank 0, unless a replan is under way."""
+        return None if self.replanning is not None or self.pending is not None else self.question
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """Return transfers between all ranks, beside those of training. Collective."""
+        return self.migration.exchange()
 
     def profile(self) -> dict[str, Any] | None:
         """Compare all components with their predictions every PROFILE_STEPS steps. Collective.
@@ -86,14 +121,23 @@ class Adapter:
         self.followed += 1
         if self.followed == SETTLING:
             self.migration.read_times()  # discards the first steps, which are not typical
-        if self.followed % PROFILE_STEPS:
+        survey = self.survey
+        if self.followed != survey.end if survey else self.followed % PROFILE_STEPS:
             return None
         step_times: list[StepTimes] = self.session.world.gather(self.migration.read_times())
-        if self.question is None or self.replanning is not None or self.pending is not None:
+        self.survey = None
+        if survey is not None and survey.includes_links:
+            self._measure_links()
+        question, plan, drift = self.open_question, self.session.plan, self.drift
+        if question is None:
             return None
-        question, plan = self.question, self.session.plan
-        rank_ratios = compared(question, plan, [times.components for times in step_times])
-        self.question = following(question, rank_ratios)
+        most = math.inf if survey else MOST_DIFFERENCE
+        rank_ratios, self.question = followed(question, plan, step_times, most)
+        # The first comparison under a plan only corrects what was measured before training.
+        if drift is None and self.followed > PROFILE_STEPS:
+            drift = self.watch.change_of_a_component(rank_ratios)
+        if drift is not None:
+            self._start_replan(drift, self.question)
         if not self.expected_transfer:
             self.expected_transfer = play(question, plan, "current").spent_on(TRANSFER)
         pairs = zip(rank_ratios, step_times, self.expected_transfer, strict=True)
@@ -108,12 +152,57 @@ class Adapter:
             ]
         }
 
+    def begins_survey(self) -> bool:
+        """Return whether there is no plan to migrate to: a change was requested for a survey.
+
+        All ranks then measure their components, and their links if the network drifts, for some
+        steps. Collective.
+        """
+        survey = None
+        if self.drift is not None and self.survey is None:
+            steps = math.ceil(LEAST_SECONDS / max(self.drift.step_seconds, 1e-9))
+            survey = Survey(self.followed + max(WINDOW, steps), self.drift.is_waiting)
+        is_pending, survey = self.session.world.broadcast((self.pending is not None, survey))
+        if survey is not None:
+            self.survey = survey
+            self.migration.read_times()  # discards the steps before the drift
+        return not is_pending
+
+    def schedule(self, cause: str) -> tuple[bool, list[dict[str, Any]]]:
+        """Profile and solve between two epochs, as paper B's algorithm 1 does. Collective.
+
+        Returns:
+            Whether the plan changes now, and on rank 0 the decision to keep it.
+        """
+        world, kept = self.session.world, []
+        step_times: list[StepTimes] = world.gather(self.migration.read_times())
+        self._measure_links()
+        self.survey = self.drift = None
+        question = self.open_question
+        if question is not None:
+            _, question = followed(question, self.session.plan, step_times, MOST_DIFFERENCE)
+            self._replan(partial(self._decide, self.watch.as_they_are(cause), question))
+            kept = self._take_replan()
+        return world.broadcast(self.pending is not None), kept
+
+    def _measure_links(self) -> None:
+        """Measure which links between ranks are slower than others. Collective."""
+        world = self.session.world
+        if world.size < 3:  # there is one link
+            return
+        links = link_curves(world, self.exchange)
+        question = self.question
+        if question is not None and isinstance(question.known.network, MeasuredNetwork):
+            known = replace(question.known, network=question.known.network.with_links(links))
+            self.question = replace(question, known=known)
+
     def force(self) -> None:
         """Migrate to another plan after the next step, whatever that saves."""
         self.is_forced = True
 
     def follow(self, agreed: Agreed, steps_left: int) -> list[dict[str, Any]]:
         """Take a step that all ranks have done; return the decisions to keep the plan."""
+        self.steps_left = steps_left
         if self.question is None or self.pending is not None:
             return []
         if self.replanning is not None:
@@ -122,16 +211,17 @@ class Adapter:
             self.is_forced = False
             self._replan(partial(self._decide_on_another, self.question))
             return self._take_replan()
-        rank_seconds, step_seconds = own_seconds(agreed.vitals)
-        drift = self.watch.add(rank_seconds, step_seconds)
-        if drift is not None:
-            # A daemon thread: the end of a run does not wait for it.
-            make_replan = partial(self._decide, drift, self.question, steps_left)
-            self.replanning = threading.Thread(
-                target=self._replan, args=(make_replan,), daemon=True
-            )
-            self.replanning.start()
+        if self.drift is None:
+            self.drift = self.watch.add(*own_seconds(agreed.vitals))
         return []
+
+    def _start_replan(self, drift: Drift, question: Question) -> None:
+        """Replan in a thread of rank 0, while training continues."""
+        self.drift = None
+        make_replan = partial(self._decide, drift, question)
+        # A daemon thread: the end of a run does not wait for it.
+        self.replanning = threading.Thread(target=self._replan, args=(make_replan,), daemon=True)
+        self.replanning.start()
 
     def _take_replan(self) -> list[dict[str, Any]]:
         if not self.replans:
@@ -156,11 +246,13 @@ class Adapter:
         except Exception as error:
             self.replans.append(error)
 
-    def _decide(self, drift: Drift, question: Question, steps_left: int) -> Replan:
+    def _decide(self, drift: Drift, question: Question) -> Replan:
         plan = self.session.plan
         follows_network = drift.is_waiting or drift.is_uniform
         step_seconds = drift.step_seconds if follows_network else None
-        updated = calibrated(question, plan, drift.own_seconds, step_seconds)
+        updated = question
+        if drift.own_seconds:
+            updated = calibrated(question, plan, drift.own_seconds, step_seconds)
         kept = play(updated, plan, "current")
         if drift.is_uniform:
             unchanged = Solution(kept, (kept,), lower_bound(updated))
@@ -169,7 +261,7 @@ class Adapter:
         solution = solve(self._keeping_batch_norm(updated, plan))
         chosen = solution.chosen
         decision = decide(
-            current, chosen.seconds, steps_left, self._seconds_to(chosen.plan, updated)
+            current, chosen.seconds, self.steps_left, self._seconds_to(chosen.plan, updated)
         )
         if decision.change:
             prove(chosen.plan, updated.batch_size, updated.known.is_synchronised)
@@ -219,6 +311,7 @@ class Adapter:
             The decision as metrics.jsonl has it, on rank 0; otherwise None.
         """
         replan, world, before = self.pending, self.session.world, self.session.plan
+        self.survey = self.drift = None
         plan, refusal = replan.solution.chosen.plan if replan else None, ""
         if plan is not None:
             try:  # not in the thread: no training draws random numbers at this point
@@ -258,3 +351,15 @@ def decision_record(replan: Replan) -> dict[str, Any]:
         ),
         "candidates": [candidate.to_json() for candidate in replan.solution.candidates],
     }
+
+
+def followed(
+    question: Question, plan: Plan, step_times: Sequence[StepTimes], most: float
+) -> tuple[list[dict[str, float]], Question]:
+    """Return the ratios of measured to predicted times by rank, and the question with them.
+
+    Args:
+        most: factor by which a component may deviate from the others of its rank.
+    """
+    ratios = compared(question, plan, [times.components for times in step_times])
+    return ratios, following(question, ratios, most)

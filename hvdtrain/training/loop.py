@@ -231,10 +231,34 @@ def _train_epoch(run: Run) -> None:
         Stopped: on all ranks, if they agreed to stop earlier.
     """
     length = len(run.session.train_rows)
+    if _is_scheduled(run):
+        _schedule(run)
     _train_under_plan(run)
     while not (run.trained or run.progress.position % length == 0):
         _change_plan(run)
         _train_under_plan(run)
+
+
+def _is_scheduled(run: Run) -> bool:
+    """Return whether --schedule-every requests a choice before the epoch that starts now."""
+    every, progress = run.session.config.schedule_every, run.progress
+    if run.adapter is None or not every or progress.position == run.before.position:
+        return False
+    return progress.position % (every * len(run.session.train_rows)) == 0
+
+
+def _schedule(run: Run) -> None:
+    """Profile and solve again, and migrate if that pays. Collective."""
+    assert run.adapter is not None
+    epoch = run.progress.position // len(run.session.train_rows) + 1
+    clock = Stopwatch(run.progress, "train_seconds", run.session.device)
+    with run.activity.doing("choosing the plan again"):
+        changes, kept = run.adapter.schedule(f"epoch {epoch}")
+    clock.count()
+    for decision in kept:
+        _say_decision(run, decision)
+    if changes:
+        _change_plan(run)
 
 
 def _change_plan(run: Run) -> None:
@@ -342,7 +366,7 @@ def _is_change_due(run: Run, agreed: Agreed | None) -> bool:
     profile = run.adapter.profile()
     if profile is not None:
         run.journal.event("profile", step=run.progress.step, **profile)
-    return agreed.change
+    return agreed.change and not run.adapter.begins_survey()
 
 
 def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float) -> Agreed | None:

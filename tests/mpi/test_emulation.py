@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from hvdtrain.emulate import Clock, DelayedCollectives, DelayedExchange, Hardware
-from hvdtrain.planner.clusters import PRESETS
+from hvdtrain.planner.clusters import LINKS, PRESETS, Event
+from hvdtrain.planner.network import MeasuredNetwork
+from hvdtrain.planner.probe import LINK_SIZES, link_curves, transfer_curves
 from hvdtrain.sync.collectives import MPICollectives
 from hvdtrain.world import World, communicator_among
 
@@ -126,3 +128,21 @@ def test_operations_of_a_group_follow_one_another(world: World) -> None:
     assert time.perf_counter() - start > predicted - 0.02
     expected = 2 * 2 * (world.size - 1) / world.size * SIZE
     assert collectives.sent_bytes == pytest.approx(expected)
+
+
+def test_the_links_of_one_rank_are_found_to_be_slow(world: World) -> None:
+    """All links of rank 1 are congested, after the network was measured."""
+    hardware = hardware_of(world, 1.0)
+    exchange = DelayedExchange(world, torch.device("cpu"), hardware, 1.0)
+    hosts = ("here",) * world.size
+    network = MeasuredNetwork(hosts, {}, transfer_curves(world, exchange, LINK_SIZES))
+    cluster = replace(PRESETS["8-v100"], ranks=world.size, gbytes=1.0, latency_microseconds=1000.0)
+    congested = replace(cluster, events=(Event(slows=LINKS, factor=20.0, ranks=(1,)),))
+    exchange.hardware = Hardware.of_cluster(congested, world.rank, Clock(DILATION))
+    links = link_curves(world, exchange)
+    every = {(first, second) for second in range(world.size) for first in range(second)}
+    assert set(links) == every
+    assert world.gather(links) == [links] * world.size
+    slow = set(network.with_links(links).slow_links)
+    # Of two ranks there is one link: then the whole network is slow.
+    assert slow == ({pair for pair in every if 1 in pair} if world.size > 2 else set())

@@ -46,6 +46,7 @@ from hvdtrain.host.process import return_freed_memory
 from hvdtrain.models import weights
 from hvdtrain.models.component import Component
 from hvdtrain.options.requests import NO_SYNC
+from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.runtime import (
     Logits,
     Runtime,
@@ -459,6 +460,11 @@ class TorchMigration(Migration):
     @override
     def read_times(self) -> StepTimes:
         return self.times.read()
+
+    @override
+    def exchange(self) -> Exchange:
+        world, device = self.state.world, self.state.runtime.settings.images.device
+        return machine_of(world).whole_exchange(world, device)
 
 
 def under_plan(

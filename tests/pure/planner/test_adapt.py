@@ -94,6 +94,17 @@ def test_a_network_that_becomes_slow_is_seen() -> None:
     assert "ranks wait 67% of a step longer than the plan assumed" in drifts[-1].cause
 
 
+def test_the_latest_steps_count_though_none_of_them_drifts() -> None:
+    watch = Watch()
+    assert watch.as_they_are("epoch 2").own_seconds == ()
+    follow(watch, (1.0, 1.0), SETTLING + 2 * WINDOW)
+    assert follow(watch, (1.1, 1.0), 3 * WINDOW) == []
+    now = watch.as_they_are("epoch 3")
+    assert now.own_seconds == pytest.approx((1.1, 1.0))
+    assert now.cause == "epoch 3"
+    assert now.step_seconds == pytest.approx(1.05 * 1.1)
+
+
 def test_after_a_change_the_base_is_new() -> None:
     watch = Watch()
     follow(watch, (1.0, 1.0), SETTLING + WINDOW)

@@ -3,7 +3,13 @@
 import pytest
 
 from hvdtrain.plan.plan import replicated
-from hvdtrain.planner.adapt import MOST_DIFFERENCE, compared, following, predicted_components
+from hvdtrain.planner.adapt import (
+    MOST_DIFFERENCE,
+    changed_component,
+    compared,
+    following,
+    predicted_components,
+)
 from tests.pure.planner.machines import question
 
 
@@ -44,3 +50,25 @@ def test_what_a_rank_does_not_hold_is_known_from_others_and_disturbances_are_bou
     assert after[names[0]] == pytest.approx(MOST_DIFFERENCE * before[names[0]])
     assert after[names[1]] == before[names[1]]
     assert after[names[3]] == before[names[3]]
+
+
+def test_a_component_that_changed_against_the_others_of_its_rank_is_named() -> None:
+    """All of rank 1 is slower, by nearly the same factor."""
+    slower = {"stem": 3.0, "body": 3.2, "head": 3.4}
+    assert changed_component([{"stem": 1.0, "body": 1.1, "head": 0.9}, slower]) == ""
+    cause = changed_component([{"stem": 1.0, "body": 1.0, "head": 0.5}, slower])
+    assert cause == "head on rank 0 is 2.00x faster, beside its other components, than before"
+    cause = changed_component([{}, slower | {"stem": 4.8}])
+    assert cause.startswith("stem on rank 1 is 1.41x slower")
+    assert changed_component([{}, {}]) == ""
+
+
+def test_a_profile_that_has_followed_is_not_changed_again() -> None:
+    machine = question()
+    names = list(machine.known.profile.names)
+    plan = replicated(names, 2, 1, None)
+    measured = [predicted_components(machine, plan, rank) for rank in plan.ranks]
+    measured[0][names[2]] *= 1.7
+    ratios = compared(machine, plan, measured)
+    assert names[2] in changed_component(ratios)
+    assert changed_component(compared(following(machine, ratios), plan, measured)) == ""

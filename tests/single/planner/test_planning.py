@@ -150,6 +150,68 @@ def has_less(rank: int, stages: list[dict[str, Any]]) -> bool:
     return work[rank] < work[1 - rank]
 
 
+@pytest.mark.proves(
+    "`--schedule-every E` measures and chooses again between epochs, and loses no sample."
+)
+def test_a_plan_is_chosen_again_between_epochs(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    options = (*ADAPTIVE, "--ranks", 2, "--epochs", 5, "--data", small_set, "--run", run)
+    options += ("--ledger", ledger, "--schedule-every", 2)
+    done = hvdtrain(*options)
+    assert done.returncode == 0, done.stderr
+    scheduled = [
+        line for line in events_of(run, "plan") if line.get("cause", "").startswith("epoch ")
+    ]
+    # 601 samples are 31 steps of 20.
+    assert [(line["step"], line["cause"]) for line in scheduled] == [
+        (62, "epoch 3"),
+        (124, "epoch 5"),
+    ]
+    assert {line["decision"] for line in scheduled} <= {"stay", "change"}
+    assert_each_sample_once(ledger, 5)
+
+
+CONGESTED = "events: [{slows: links, factor: 10, ranks: [1], from_step: 40}]"
+
+
+@pytest.mark.proves(
+    "`--plan adaptive` finds a link that has become slow, and keeps its plan if nothing changes."
+)
+@pytest.mark.weekly
+@pytest.mark.parametrize("events", [CONGESTED, ""])
+def test_a_plan_that_spares_a_slow_link_is_changed_to(
+    hvdtrain: Program, tmp_path: Path, events: str
+) -> None:
+    """Emulated: rank 1 sends and receives slowly from step 40 on, or nothing changes."""
+    cluster, run = tmp_path / "cluster.yaml", tmp_path / "run"
+    cluster.write_text(
+        "{ranks: 4, ranks_per_node: 4, gflops: 100, memory_gbytes: 20, memory_gib: 32, "
+        f"gbytes: 1, latency_microseconds: 30, fixed_microseconds: 60, {events}}}"
+    )
+    synth(tmp_path / "data", 4096, 10, 8)
+    options: tuple[Any, ...] = ("train", "--model", "cnn", "--image-size", 32)
+    options += ("--data", tmp_path / "data", "--run", run, "--plan", "adaptive", "--ranks", 4)
+    done = hvdtrain(*options, "--emulate", f"{cluster}:20", "--max-steps", 120)
+    assert done.returncode == 0, done.stderr
+    _, *decisions = events_of(run, "plan")
+    changes = [line for line in decisions if line["decision"] == "change"]
+    if not events:
+        assert not changes
+        return
+    (change,) = changes
+    assert re.match(r"ranks wait \d+% of a step longer", change["cause"])
+    assert change["step"] > 40
+    # What rank 1 still has is behind the layers with many weights and large outputs.
+    held = {
+        name for stage in change["stages"] if 1 in stage["ranks"] for name in stage["components"]
+    }
+    assert held <= {"head"}
+    steps = {line["step"]: line for line in events_of(run, "step")}
+    assert steps[120]["images_per_second"] > 1.3 * steps[60]["images_per_second"]
+
+
 @pytest.mark.weekly
 def test_components_are_compared_with_their_predictions_while_training(
     hvdtrain: Program, small_set: Path, tmp_path: Path
@@ -263,6 +325,10 @@ def test_a_bad_component_is_found_after_a_change_too(
         (
             ("--plan", "auto", "--schedule", "zb-h1", "--recompute", "all"),
             "zb-h1 splits the backward, which --recompute does not allow: use 1f1b",
+        ),
+        (
+            ("--plan", "auto", "--schedule-every", "2"),
+            "--schedule-every needs --plan adaptive: add it, or leave this out",
         ),
         (
             ("--plan", "auto:4"),

@@ -93,7 +93,8 @@ def test_a_uniform_drift_changes_the_profile_and_not_the_plan(
     before = play(question, session.plan, "")
     slower = tuple(1.5 * seconds for seconds in before.spent_on(WORK))
     drift = Drift("all ranks", slower, 1.5 * before.seconds, is_uniform=is_uniform)
-    replanned = Adapter(session, session.migration, question, 0.0)._decide(drift, question, 10**6)
+    adapter = Adapter(session, session.migration, question, 0.0, steps_left=10**6)
+    replanned = adapter._decide(drift, question)
     assert replanned.decision.change != is_uniform
     record = decision_record(replanned)
     assert record["decision"] == ("stay" if is_uniform else "change")

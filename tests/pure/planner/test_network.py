@@ -1,0 +1,63 @@
+"""A measured network with links that are slower than the others."""
+
+import pytest
+
+from hvdtrain.planner.network import Curve, Line, MeasuredNetwork
+from tests.pure.planner.machines import network
+
+RANKS, LATENCY, PER_BYTE = 4, 1e-5, 1e-9
+PAIRS = [(first, second) for second in range(RANKS) for first in range(second)]
+
+
+def link(slowness: float) -> Curve:
+    line = Line(LATENCY, slowness * PER_BYTE)
+    return Curve.of((2**10, 2**20), (line.fixed + size * line.per_unit for size in (2**10, 2**20)))
+
+
+def measured(**slowness: float) -> MeasuredNetwork:
+    """Return a network with links measured again: `r0r1=10` is the one of the ranks 0 and 1."""
+    links = {pair: link(slowness.get(f"r{pair[0]}r{pair[1]}", 1.0)) for pair in PAIRS}
+    return network(RANKS, LATENCY, PER_BYTE, PER_BYTE).with_links(links)
+
+
+def test_a_network_whose_links_are_as_measured_or_all_slower_has_no_slow_link() -> None:
+    assert not measured().slow_links
+    slower = measured(**{f"r{first}r{second}": 5.0 for first, second in PAIRS})
+    assert not slower.slow_links
+    size = 4e8
+    for ranks in ((0, 1), (2, 3)):
+        sent = measured().send_seconds(*ranks, size)
+        summed = measured().reduce_seconds(ranks, size)
+        assert slower.send_seconds(*ranks, size) == pytest.approx(5 * sent, rel=0.02)
+        assert slower.reduce_seconds(ranks, size) == pytest.approx(5 * summed, rel=0.02)
+
+
+def test_transfers_on_a_slow_link_take_longer_in_both_directions() -> None:
+    slow = measured(r0r2=10)
+    assert list(slow.slow_links) == [(0, 2)]
+    size = 10**7
+    usual, slower = LATENCY + size * PER_BYTE, LATENCY + 10 * size * PER_BYTE
+    for pair in PAIRS:
+        expected = slower if pair == (0, 2) else usual
+        assert slow.send_seconds(*pair, size) == pytest.approx(expected)
+        assert slow.send_seconds(*pair[::-1], size) == pytest.approx(expected)
+    assert slow.scaled(3).send_seconds(2, 0, size) == pytest.approx(3 * slower)
+
+
+def test_an_all_reduce_is_slowed_by_neighbours_in_the_ring_only() -> None:
+    size = 4e9
+    before = measured()
+    for pair, groups in {
+        "r0r1": {(0, 1): True, (0, 1, 2, 3): True, (0, 2): False, (2, 3): False, (0, 1, 2): True},
+        "r0r2": {(0, 1): False, (0, 1, 2, 3): False, (0, 2): True, (0, 1, 2): True},
+        "r0r3": {(0, 1, 2, 3): True, (0, 3): True, (1, 2, 3): False},
+    }.items():
+        slow = measured(**{pair: 10})
+        for group, is_slower in groups.items():
+            ratio = slow.reduce_seconds(group, size) / before.reduce_seconds(group, size)
+            assert ratio == pytest.approx(10 if is_slower else 1, rel=1e-3), (pair, group)
+
+
+def test_a_link_that_is_as_fast_as_the_others_again_is_forgotten() -> None:
+    again = measured(r0r1=10).with_links({pair: link(1.0) for pair in PAIRS})
+    assert not again.slow_links
