@@ -1,6 +1,7 @@
 """Checkpoints beside training, and the state after a kill at any moment."""
 
 import functools
+import json
 import os
 import random
 import re
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from hvdtrain.checkpoint import store
+from hvdtrain.plan.plan import Plan, Stage
 from tests.conftest import Program
 from tests.single.training.jobs import (
     SOON_SECONDS,
@@ -141,7 +143,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
 def test_a_run_goes_on_inside_an_epoch_under_another_plan_from_the_newest_that_verifies(
     hvdtrain: Program, small_set: Path, tmp_path: Path, precision: str, steps: int, bound: float
 ) -> None:
-    """Compare 61 steps after it in fp64, and two steps after it in fp32."""
+    """Compare 61 steps after it in fp64, under mixed plans, and two steps after it in fp32."""
     serial, run = tmp_path / "serial", tmp_path / "run"
     ledger = tmp_path / "ledger.csv"
     common = ["train", "--model", "cnn", "--data", small_set, "--batch-size", 50, "--epochs", 5]
@@ -149,11 +151,21 @@ def test_a_run_goes_on_inside_an_epoch_under_another_plan_from_the_newest_that_v
     common += ["--max-steps", steps]
     assert hvdtrain(*common, "--run", serial).returncode == 0
     common += ["--run", run, "--ledger", ledger]
-    done = hvdtrain(*common, "--ranks", 3 if precision == "fp64" else 2, "--max-steps", 5)
+    first: tuple[object, ...] = ("--ranks", 2)
+    then: tuple[object, ...] = ("--ranks", 2, "--plan", "mp")
+    if precision == "fp64":
+        dense = (Stage(("dense", "head"), (ranks - 1,), (1,)) for ranks in (3, 2))
+        for one, ranks in zip(dense, (3, 2), strict=True):
+            everybody = Stage(("conv1", "conv2"), tuple(range(ranks)), (1,) * ranks)
+            (tmp_path / f"{ranks}.json").write_text(
+                json.dumps(Plan((everybody, one), microbatches=2).to_json())
+            )
+        first, then = (("--ranks", n, "--plan", tmp_path / f"{n}.json") for n in (3, 2))
+    done = hvdtrain(*common, *first, "--max-steps", 5)
     assert done.returncode == 0, done.stderr
     damaged = run / "checkpoints" / "step-00000005" / "part-0001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0\0")
-    done = hvdtrain(*common, "--ranks", 2, "--plan", "mp", "--resume")
+    done = hvdtrain(*common, *then, "--resume")
     assert done.returncode == 0, done.stderr
     assert "skipped checkpoint step-00000005, renamed to damaged-step-00000005: " in done.stdout
     assert "resumed after step 4" in done.stdout
