@@ -133,13 +133,20 @@ def groups_of(ranks: int) -> list[Ranks]:
     ]
 
 
-def assign(prices: Prices, width: int, most: int = 1, all_ranks: bool = True) -> list[Assignment]:
+def assign(
+    prices: Prices,
+    width: int,
+    most: int = 1,
+    all_ranks: bool = True,
+    below: float = math.inf,
+) -> list[Assignment]:
     """Return the assignments with the smallest estimates, the best first.
 
     Args:
         width: partial assignments that are kept per component.
         most: assignments to return.
         all_ranks: whether each rank must have a component, as in a plan.
+        below: of interest are only estimates below this value.
     """
     components, ranks = len(prices.passing), prices.member.shape[1]
     weights = np.vstack([np.full(ranks, 1 / ranks), np.eye(ranks)])
@@ -163,7 +170,9 @@ def assign(prices: Prices, width: int, most: int = 1, all_ranks: bool = True) ->
             bound = grown.passing + (grown.load + queued).max(axis=1)
             fits = fits & ((grown.used == (1 << ranks) - 1) | (not all_ranks))
         order = np.argsort(bound, kind="stable")
-        order = order[fits[order]][: 2 * width]
+        order = order[fits[order] & (bound[order] < below)][: 2 * width]
+        if not len(order):
+            return []
         grown = grown.take(order)
         if component:
             grown = grown.take(np.flatnonzero(_is_undominated(grown, prices))[:width])
@@ -342,6 +351,8 @@ def prices_of(
             reduction[:, place] = per_byte * np.array(known.load_bytes(count))
     ends = [cost.output_bytes if cost.is_differentiable else UNFIT for cost in costs[:-1]]
     hosts = network.hosts if len(set(network.hosts)) not in (1, ranks) else [""] * ranks
+    if network.has_unlike_links:
+        hosts = [str(rank) for rank in range(ranks)]  # no rank is like another one
     kinds = [
         [(like[id(profile[rank])], hosts[rank]) for rank in range(first, first + unit)]
         for first in range(0, ranks, unit)
@@ -484,14 +495,21 @@ def _changes(
 
 
 def assigned_plans(
-    question: Question, numbers: Sequence[int], most: int, objective: str = STEP
-) -> Iterator[Plan]:
+    question: Question,
+    microbatches: int,
+    most: int,
+    objective: str = STEP,
+    below: float = math.inf,
+) -> Iterator[tuple[Plan, float]]:
     """Yield the plans with the best estimates in which any component may have any ranks.
 
+    With each plan comes its estimate, or the value of the other objective.
+
     Args:
-        numbers: of micro-batches.
-        most: plans for each of these numbers.
-        objective: STEP, PAPER or PAPER_DIVIDED; those of the paper know no micro-batches.
+        microbatches: their number, which the paper's objectives do not have.
+        most: plans.
+        objective: STEP, PAPER or PAPER_DIVIDED.
+        below: of interest are only estimates below this value.
     """
     ranks, places = question.ranks, places_of(question)
     unit = unit_of(ranks)
@@ -500,17 +518,16 @@ def assigned_plans(
         for group in groups_of(ranks // unit)
     ]
     width = WIDTH if len(places) * len(groups) < MANY else NARROW
-    for number in numbers:
-        if objective == STEP:
-            prices = prices_of(question, number, groups, unit)
-        else:
-            prices = paper_prices(question, groups, objective == PAPER_DIVIDED, unit)
-        for one in assign(_joined(prices, places), width, most):
-            runs = []
-            for group, run in groupby(range(len(one.groups)), key=one.groups.__getitem__):
-                first, *_, last = 2 * list(run)
-                runs.append((places[first], places[last + 1], groups[group]))
-            yield plan_of(question, runs, number, SCHEDULE)
+    if objective == STEP:
+        prices = prices_of(question, microbatches, groups, unit)
+    else:
+        prices = paper_prices(question, groups, objective == PAPER_DIVIDED, unit)
+    for one in assign(_joined(prices, places), width, most, below=below):
+        runs = []
+        for group, run in groupby(range(len(one.groups)), key=one.groups.__getitem__):
+            first, *_, last = 2 * list(run)
+            runs.append((places[first], places[last + 1], groups[group]))
+        yield plan_of(question, runs, microbatches, SCHEDULE), one.seconds
 
 
 def _joined(prices: Prices, places: Sequence[int]) -> Prices:

@@ -148,6 +148,11 @@ class ClusterNetwork:
         return Contention(self.cluster.compute_contention, self.cluster.reduce_contention)
 
     @property
+    def has_unlike_links(self) -> bool:
+        """Return whether an event slows the links of some ranks."""
+        return any(event.slows == LINKS and event.ranks for event in self.cluster.events)
+
+    @property
     def breakpoints(self) -> Sequence[float]:
         """Return no breakpoints: the time of a ring is a straight line."""
         return ()

@@ -206,11 +206,13 @@ class Tables:
 
     def times_of(self, microbatches: int, first: int, count: int) -> Times:
         """Return the times of one run of ranks, as `divide` needs them."""
-        ranks, hosts = tuple(range(first, first + count)), self.known.network.hosts
+        ranks, network = tuple(range(first, first + count)), self.known.network
+        hosts = network.hosts
         # A rank of the stage before or behind sends to this one.
         sender = first - 1 if first else min(count, self.question.ranks - 1)
         alike = (
             *(id(self.known.profile.ranks[rank]) for rank in ranks),
+            ranks if network.has_unlike_links else (),
             len({hosts[rank] for rank in ranks}),
             hosts[sender] == hosts[first],
         )
@@ -222,7 +224,7 @@ class Tables:
         self, microbatches: int, ranks: tuple[int, ...], sender: int, alike: tuple[object, ...]
     ) -> Times:
         known, question, count = self.known, self.question, len(ranks)
-        profile, costs, (*_, hosts, is_near) = known.profile.ranks, known.costs, alike
+        profile, costs, (*_, links, hosts, is_near) = known.profile.ranks, known.costs, alike
         samples = -(-question.batch_size // microbatches)
         shares = shares_of(question, ranks, samples)
         rows = [-(-samples * share // sum(shares)) for share in shares]  # the most in a cut
@@ -245,9 +247,9 @@ class Tables:
                 seconds = np.where(sizes > 0, message + self._between(sizes, send), 0.0)
                 return np.asarray(seconds[:, None] + seconds[None, :])
 
-            key = ("transfers", most, message, latency, hosts, is_near)
+            key = ("transfers", most, message, latency, links, hosts, is_near)
             working = working + self._once(transfers, *key)
-        rest = self._once(partial(self._rest, ranks, hosts), "rest", *alike)
+        rest = self._once(partial(self._rest, ranks, (links, hosts)), "rest", *alike)
         lasting = in_flight = np.zeros((1, 1))
         if question.limits is not None:
             optimizer, recomputed = question.optimizer, known.recomputed
@@ -278,7 +280,7 @@ class Tables:
         )
         return done
 
-    def _rest(self, ranks: tuple[int, ...], hosts: object) -> np.ndarray:
+    def _rest(self, ranks: tuple[int, ...], links: object) -> np.ndarray:
         """Return y: the seconds per step besides the micro-batches."""
         known, agreement, count = self.known, self.known.agreement, len(ranks)
         unlike = {id(one): one for one in (known.profile.ranks[rank] for rank in ranks)}.values()
@@ -289,7 +291,7 @@ class Tables:
                     self._spans(known.load_bytes(count)),
                     lambda size: known.network.reduce_seconds(ranks, size),
                 ),
-                *("reduced", count, hosts),
+                *("reduced", count, links),
             )
             if agreement.compress != NONE:
                 coding = [

@@ -162,6 +162,10 @@ class Network(Protocol):
         """Return the host of each rank."""
 
     @property
+    def has_unlike_links(self) -> bool:
+        """Return whether links differ though they are on as many hosts."""
+
+    @property
     def breakpoints(self) -> Sequence[float]:
         """Return the sizes in bytes between which the seconds of all operations are linear."""
 
@@ -220,6 +224,11 @@ class MeasuredNetwork:
         return replace(self.scaled(usual), slow_links=slow)
 
     @property
+    def has_unlike_links(self) -> bool:
+        """Return whether some links are slower than others of their kind."""
+        return bool(self.slow_links)
+
+    @property
     def breakpoints(self) -> Sequence[float]:
         """Return all measured sizes, ascending."""
         curves = [curve for curves in self.all_reduce.values() for curve in curves.values()]
@@ -272,6 +281,7 @@ class FreeNetwork:
 
     hosts: Sequence[str]
     contention: Contention = FREE
+    has_unlike_links: bool = False
     breakpoints: Sequence[float] = ()
 
     def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:

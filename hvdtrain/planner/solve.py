@@ -7,6 +7,7 @@ the plans that users know by name, are simulated with all costs, and the fastest
 chosen.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 MOST_PLAYED = 3  # divisions that are simulated
 MOST_MIXED = 6  # plans of any mix that are simulated, for each number of micro-batches
 SIMULATED = 600  # of them times components times ranks, at most
+ESTIMATED = 0.9  # part of its estimate below which a plan of any mix is seldom simulated
 MIXED_MICROBATCHES = (1, 2, 4, 8)
 MOST_MICROBATCHES = 1024  # in a suggestion
 MANY = 1000  # components times ranks: above this, simulating one plan takes a second or more
@@ -116,6 +118,29 @@ def _complexity(plan: Plan) -> int:
 
 def candidates(question: Question) -> Iterator[Candidate]:
     """Yield the plans that are worth simulating, under the names that users know."""
+    fastest = math.inf
+    for candidate in _named_candidates(question):
+        if question.allows(candidate.plan) and not candidate.shortage(question.limits):
+            fastest = min(fastest, candidate.seconds)
+        yield candidate
+    if question.ranks == 1 or SCHEDULE not in question.schedules:
+        return
+    tried = MIXED_MICROBATCHES[:: 2 if is_large(question) else 1]
+    if question.microbatches:
+        tried = (question.microbatches,)
+    most = max(1, min(MOST_MIXED, SIMULATED // (len(question.known.costs) * question.ranks)))
+    for number in tried:
+        if number > question.batch_size:
+            continue
+        below = fastest / ESTIMATED
+        for plan, _ in assigned_plans(question, number, most, below=below):
+            candidate = play(question, plan, "mixed")
+            if question.allows(plan) and not candidate.shortage(question.limits):
+                fastest = min(fastest, candidate.seconds)
+            yield candidate
+
+
+def _named_candidates(question: Question) -> Iterator[Candidate]:
     names, ranks = question.known.profile.names, question.ranks
     for number in _accumulations(question):
         plan = replicated(names, ranks, number, None)
@@ -151,14 +176,6 @@ def candidates(question: Question) -> Iterator[Candidate]:
             yield play(question, plan, f"{best.name.split(',')[0]}, {schedule}")
     if "interleaved" in question.schedules and not is_large(question):
         yield from _interleaved(question)
-    if SCHEDULE in question.schedules:
-        tried = MIXED_MICROBATCHES[:: 2 if is_large(question) else 1]
-        if question.microbatches:
-            tried = (question.microbatches,)
-        numbers = [number for number in tried if number <= question.batch_size]
-        size = len(names) * ranks
-        for plan in assigned_plans(question, numbers, max(1, min(MOST_MIXED, SIMULATED // size))):
-            yield play(question, plan, "mixed")
 
 
 def is_large(question: Question) -> bool:

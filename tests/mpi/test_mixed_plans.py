@@ -41,7 +41,8 @@ def mixed_plans(
     question = question_of(load("16-cpu-10g", ranks), costs, batch, "sgd")
     plans = [
         plan
-        for plan in assigned_plans(question, numbers, 40)
+        for number in numbers
+        for plan, _ in assigned_plans(question, number, 40)
         if any(
             first.ranks != then.ranks and set(first.ranks) & set(then.ranks)
             for first, then in pairwise(plan.stages)

@@ -1,9 +1,14 @@
 """A measured network with links that are slower than the others."""
 
+from dataclasses import replace
+
 import pytest
 
+from hvdtrain.planner.cost import Question
+from hvdtrain.planner.divide import Tables
 from hvdtrain.planner.network import Curve, Line, MeasuredNetwork
-from tests.pure.planner.machines import network
+from hvdtrain.planner.profile import Profile
+from tests.pure.planner.machines import component, known, network
 
 RANKS, LATENCY, PER_BYTE = 4, 1e-5, 1e-9
 PAIRS = [(first, second) for second in range(RANKS) for first in range(second)]
@@ -61,3 +66,15 @@ def test_an_all_reduce_is_slowed_by_neighbours_in_the_ring_only() -> None:
 def test_a_link_that_is_as_fast_as_the_others_again_is_forgotten() -> None:
     again = measured(r0r1=10).with_links({pair: link(1.0) for pair in PAIRS})
     assert not again.slow_links
+
+
+def test_ranks_that_are_alike_on_unlike_links_have_times_of_their_own() -> None:
+    """A stage behind a slow link takes longer than one behind another link."""
+    costs = [component(number, output_bytes=10**6) for number in range(4)]
+    for slowness, is_slower in ((1.0, False), (10.0, True)):
+        ranks = known(costs, [1e-6] * 4, [1.0], measured(r0r1=slowness))
+        alike = replace(ranks, profile=Profile(ranks.profile.ranks * RANKS))
+        tables = Tables(Question(alike, 32, "sgd"))
+        behind, elsewhere = (tables.times_of(2, first, 1).passing[1, 2] for first in (1, 3))
+        assert (behind > 2 * elsewhere) == is_slower
+        assert (behind == elsewhere) != is_slower
