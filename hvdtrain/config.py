@@ -73,8 +73,9 @@ class TrainConfig(
         None,
         "single, dp, mp, hp:SxR (S stages of R replicas), auto (measured and chosen before "
         "training), adaptive (also replanned during training), both also with a limit for each "
-        "rank's process, as auto:12GiB; or a JSON file; with tensorflow single, dp, or "
-        "mirrored[:N] (MirroredStrategy on N devices of one process)",
+        "rank's process, as auto:12GiB; or a JSON file, or a run folder, for the last "
+        "plan of that run; with tensorflow single, dp, or mirrored[:N] (MirroredStrategy on N "
+        "devices of one process)",
         Group.PLAN,
         Rule.FIRST | Rule.ON_RESUME | Rule.NOT_COMPARED,
         shown_default="single on one rank, dp on more",

@@ -86,7 +86,7 @@ class Mirrored:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """Any other text: the path of a JSON file, which may be absent."""
+    """Any other text: the path of a JSON file or a run folder, which may be absent."""
 
     path: str
 

@@ -302,8 +302,8 @@ def parse_plan(
     """Return the plan that `--plan` names, for a model's components on a number of ranks.
 
     Args:
-        text: "single", "dp", "mp", "hp:SxR", the path of a JSON file, or None: single on one
-            rank, dp on more.
+        text: "single", "dp", "mp", "hp:SxR", the path of a JSON file or of a run folder, whose
+            last plan it is, or None: single on one rank, dp on more.
         components: the names of the model's components, in order.
         ranks: the world size.
         microbatches: overrides the file's value.
@@ -340,6 +340,8 @@ def parse_plan(
     # For a text that cannot be a path os.path.exists returns False where pathlib raises.
     if path.suffix != ".json" and not os.path.exists(path):  # noqa: PTH110
         raise UsageError(f"unknown plan {text}{nearest(text, (*SHORT_FORMS, 'FILE.json'))}")
+    if path.is_dir():
+        return with_options(plan_of_run(path), microbatches, schedule)
     plan = from_json(_read(path), text, components)
     return with_options(plan, microbatches, schedule)
 
@@ -463,6 +465,29 @@ def _read(path: Path) -> Any:
         raise UsageError(f"the plan {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UsageError(f"the plan {path} cannot be used: {error}") from None
+
+
+def plan_of_run(folder: Path) -> Plan:
+    """Return the plan that a run had last, or has now.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    plan = None
+    try:
+        with (folder / "metrics.jsonl").open(encoding="utf-8") as file:
+            for line in file:
+                if '"event": "plan"' in line and line.endswith("\n"):
+                    plan = parse_json(line)
+        if plan is None:
+            raise ValueError("it has no plan")
+        content = {key: plan[key] for key in ("stages", "microbatches", "schedule")}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not a plan: {error}"
+        raise UsageError(
+            f"{folder} is not a run folder with a plan (metrics.jsonl: {reason})"
+        ) from None
+    return from_json(content, str(folder), ())
 
 
 def _check_keys(content: Any, known: set[str], source: str) -> None:

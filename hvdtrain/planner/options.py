@@ -18,7 +18,8 @@ class PlanConfig(ModelInConfig):
     plan: str | None = field(
         default=None,
         metadata=about(
-            "single, dp, mp, hp:SxR or a JSON file, as for train; auto with --explain or --cluster"
+            "single, dp, mp, hp:SxR, a JSON file or a run folder, as for train; auto with "
+            "--explain or --cluster"
         ),
     )
     batch_size: int = field_of_train("batch_size")

@@ -12,9 +12,11 @@ from hvdtrain.data.index import INDEX_FILE, read_index
 from hvdtrain.data.sources import synth
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
+from hvdtrain.plan.plan import plan_of_run
 from hvdtrain.planner.strategies import EPOCHS, IMAGES
-from hvdtrain.study.laws import difference, markdown_table, median, number
+from hvdtrain.study.laws import markdown_table, median, number
 from hvdtrain.study.options import MOST_OF_TIMED, PaperBOptions
+from hvdtrain.study.paper_b.claims import claims_table
 from hvdtrain.study.paper_b.plans import (
     ADAPTIVE,
     COMMUNICATION,
@@ -33,7 +35,6 @@ from hvdtrain.study.paper_b.plans import (
     UNSTATED,
     Case,
     Measured,
-    verdicts,
 )
 from hvdtrain.study.paper_b.v100 import (
     Emulations,
@@ -71,6 +72,11 @@ OBJECTIVE = (
     "only communication decides. The other reading divides it among the ranks of DP and HP. Both "
     "are minimised exactly, on times measured once with all ranks at work; neither knows that "
     "stages work at the same time."
+)
+CLAIMS = (
+    "A row for each claim of the paper and each model. A claim is shown if the whole interval "
+    "agrees with it, contradicted if none of it does, and else not shown. Predictions have no "
+    "interval."
 )
 HOLLOW: Any = {
     "linestyle": "none",
@@ -110,6 +116,9 @@ def write(
         "# Paper B on this machine",
         TITLE,
         *(_measured(options, measured) if measured else ["Nothing was measured: no models."]),
+        "## Claims",
+        CLAIMS,
+        claims_table(measured, predictions),
         predicted_section(predictions),
         emulated_section(emulations),
         "## Where the paper disagrees with itself",
@@ -157,8 +166,6 @@ def _measured(options: PaperBOptions, measured: Sequence[Measured]) -> list[str]
         *_by_model(measured, objective_lines),
         "## Measured: accuracy",
         *accuracy,
-        "## Verdicts",
-        *_by_model(measured, lambda one: "\n".join(verdicts(one))),
     ]
 
 
@@ -192,13 +199,11 @@ def time_table(measured: Measured) -> str:
 def accuracy_table(measured: Measured) -> str:
     """Return the accuracy by strategy, and whether it is equivalent to that of one rank."""
     rows = []
-    single = measured.accuracies(SINGLE)
     for strategy in measured.accuracy:
         values = measured.accuracies(strategy)
         points = equivalent = "-"
         if strategy != SINGLE:
-            apart = difference([100 * one for one in values], [100 * one for one in single])
-            points = number(apart, "+.2f")
+            points = number(measured.points_apart(strategy), "+.2f")
             equivalent = "shown" if measured.is_equivalent(strategy) else "not shown"
         rows.append(
             {
@@ -270,6 +275,11 @@ def draw_figures(
             )
     vit = next(one for one in predicted if one.model == "vit_b16")
     draw_strategies(vit.plans[ADAPTIVE], folder / "figure6.png")
+    for one in measured:
+        if one.model.startswith("vit") and ADAPTIVE in one.timed:
+            name = f"figure6-{one.model}-{one.ranks}.png"
+            draw_strategies(plan_of_run(one.timed[ADAPTIVE][-1].path), folder / name)
+            captions[name] = f"The plan with which adaptive ended, {one.title}."
     captions["figure6.png"] = (
         "The strategy that the planner chooses per component of the ViT, predicted. In the paper "
         "attention has MP, MLPs have DP and the embedding has HP."

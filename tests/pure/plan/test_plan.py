@@ -216,3 +216,17 @@ def test_every_stage_cuts_every_batch_into_each_sample_once(
             assert piece.sent[1] - piece.sent[0] == piece.received[1] - piece.received[0] > 0
         sent_rows = sum(piece.sent[1] - piece.sent[0] for piece in pieces)
         assert sent_rows == sum(batch.rows(stage, rank, k) for rank in batch.parts[stage])
+
+
+def test_the_last_plan_of_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
+    """Also of a run that is writing a line."""
+    first, last = parse("dp", 2), parse("mp", 2, 3)
+    lines = [json.dumps({"event": "plan", "step": 0} | one.to_json()) for one in (first, last)]
+    lines.insert(1, json.dumps({"event": "step", "step": 1}))
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, lines[0][:40]]))
+    assert parse(str(tmp_path), 2) == last
+    assert parse(str(tmp_path), 2, 5).microbatches == 5
+    for content in ("", '{"event": "plan"}\n', '{"event": "plan", \n', "[]\n"):
+        (tmp_path / "metrics.jsonl").write_text(content)
+        with pytest.raises(UsageError, match=f"{tmp_path} is not a run folder with a plan"):
+            parse(str(tmp_path), 2)

@@ -13,9 +13,11 @@ from hvdtrain.models.costs import ComponentCost
 from hvdtrain.plan.plan import labels
 from hvdtrain.study.options import ModelAtSize, PaperBOptions, devices
 from hvdtrain.study.paper_b import plans
-from hvdtrain.study.paper_b.plans import Case, Measured, Optimum, verdicts
+from hvdtrain.study.paper_b.claims import of_accuracies, of_predictions, of_sizes, of_times
+from hvdtrain.study.paper_b.plans import Case, Measured, Optimum
 from hvdtrain.study.paper_b.report import accuracy_table, objective_lines, time_table
-from hvdtrain.study.results import Result
+from hvdtrain.study.paper_b.v100 import predict
+from hvdtrain.study.results import Epoch, Result
 from tests.pure.planner.test_clusters import costs_of
 from tests.pure.study.test_paper_a import runs
 
@@ -75,32 +77,111 @@ BASE: dict[str, list[float]] = {
 }
 
 
+OVER_ONE = "adaptive is 3.8x (ResNet-50) and 3.2x (ViT-B/16) as fast as one GPU"
+OVER_HYBRID = "adaptive is 1.18x and 1.15x as fast as static hybrid"
+FASTEST = "adaptive is the fastest"
+
+
+def found(one: Measured) -> dict[str, tuple[str, str]]:
+    """Return what was found and the verdict, by claim."""
+    return {row.claim: (row.result, row.verdict) for row in of_times(one)}
+
+
 @pytest.mark.parametrize(
-    ("adaptive", "phrases"),
+    ("adaptive", "number", "verdicts"),
     [
-        (
-            [5.0, 5.1, 4.9],
-            ["2.00", "1.40", "(1.14 to 1.26)x over the best static one, DP: the"],
-        ),
-        ([6.0, 6.05, 5.95], ["1.67", "DP: within the noise"]),
-        ([6.5, 6.55, 6.45], ["1.08 (1.04 to 1.11)x on 2 ranks: faster, by less than claimed"]),
-        ([12.0, 12.1, 11.9], ["0.83", "the claim does not hold here"]),
-        ([5.0], ["one run of each cannot tell"]),
+        ([5.0, 5.1, 4.9], "2.00 (1.91 to 2.10)x", ("shown", "shown", "shown")),
+        ([6.0, 6.05, 5.95], "1.67 (1.63 to 1.71)x", ("shown", "shown", "not shown")),
+        ([12.0, 12.1, 11.9], "0.83 (0.81 to 0.85)x", ("contradicted",) * 3),
+        ([5.0], "2.00x", ("not shown (one run of each)",) * 3),
     ],
 )
-def test_a_claim_holds_only_if_the_interval_says_so(
-    adaptive: list[float], phrases: list[str]
+def test_a_claim_is_shown_only_if_the_interval_says_so(
+    adaptive: list[float], number: str, verdicts: tuple[str, str, str]
 ) -> None:
-    lines = verdicts(measured(BASE | {"adaptive": adaptive}, {}))
-    assert len(lines) == 4  # accuracy was left out
-    text = "\n".join(lines)
-    for phrase in phrases:
-        assert phrase in text
-    over_single, over_hybrid, *_ = text.splitlines()
-    # Two ranks say nothing of 3.8x on eight GPUs.
-    is_faster = adaptive[0] < 10 and len(adaptive) > 1
-    assert ("faster, and how much is claimed for 8 GPUs only" in over_single) == is_faster
-    assert ("the claim holds here" in over_hybrid) == (adaptive[0] < 6.5 and is_faster)
+    rows = found(measured(BASE | {"adaptive": adaptive}, {}))
+    assert rows[OVER_ONE][0] == number
+    assert tuple(rows[claim][1] for claim in (OVER_ONE, OVER_HYBRID, FASTEST)) == verdicts
+    assert rows[FASTEST][0].endswith("x of the best static one, DP")
+
+
+def test_a_size_is_compared_on_as_many_ranks_as_the_paper_has() -> None:
+    """Two ranks say nothing of 3.8x on eight GPUs: only the direction of the claim counts."""
+    one = measured(BASE | {"adaptive": [5.0, 5.1, 4.9]}, {})
+    assert found(one)[OVER_ONE] == ("2.00 (1.91 to 2.10)x", "shown")
+    row, *_ = of_times(one)
+    assert row.obtained.endswith("its size is claimed for 8 GPUs, here it only has to be > 1")
+    assert found(replace(one, ranks=8))[OVER_ONE] == ("2.00 (1.91 to 2.10)x", "contradicted")
+    assert found(replace(one, ranks=8))[OVER_HYBRID][1] == "shown"
+
+
+def test_claims_on_dp_its_communication_and_the_labels_of_figure_6() -> None:
+    linear = "DP is near-linear (at least 90% of it) up to 4 GPUs"
+    one = measured(BASE | {"adaptive": [6.0, 6.1, 5.9], "figure 6": [9.0, 9.1, 8.9]}, {})
+    rows = found(one)
+    assert rows[linear] == ("0.83 (0.80 to 0.87) of linear", "contradicted")
+    quick = measured(BASE | {"adaptive": [6.0, 6.1], "DP": [5.1, 5.12, 5.08]}, {})
+    assert found(quick)[linear] == ("0.98 (0.96 to 1.01) of linear", "shown")
+    assert linear not in found(replace(one, ranks=8))
+    labels = "attention MP, MLP DP, embedding HP (figure 6) is the best choice for a ViT"
+    assert rows[labels][0].endswith("x of DP")
+    assert rows[labels][1] == "contradicted"
+    shares = {"DP": (4.0, 4.2, 3.8), "adaptive": (2.7, 2.8, 2.6)}
+    timed = dict(one.timed)
+    for name, exposed in shares.items():
+        timed[name] = [
+            replace(run, exposed=seconds, train_seconds=10.0)
+            for run, seconds in zip(timed[name], exposed, strict=True)
+        ]
+    less = "adaptive communicates for less of the time (27.1 and 25.3 %) than DP (42.3, 38.7 %)"
+    text, verdict = found(replace(one, timed=timed))[less]
+    assert text.startswith("27.0% and 40.0%, a ratio of 1.48 (")
+    assert verdict == "shown"
+    assert found(one)[less][1] != "shown"  # both communicate as long
+
+
+def test_a_gain_is_compared_between_models_of_a_family() -> None:
+    small = replace(measured(BASE | {"adaptive": [5.0, 5.1, 4.9]}, {}), model="vit_tiny")
+    large = replace(measured(BASE | {"adaptive": [4.0, 4.1, 3.9]}, {}), model="vit_b16")
+    other = replace(small, model="resnet50")
+    (row,) = of_sizes([small, large, other])
+    assert (row.model, row.verdict) == ("vit_tiny, vit_b16", "shown")
+    assert row.result.startswith("1.25 (")
+    swapped = [replace(small, model="vit_b16"), replace(large, model="vit_tiny")]
+    (row,) = of_sizes(swapped)
+    assert row.verdict == "contradicted"
+
+
+def test_predictions_judge_claims_on_more_ranks_than_there_are() -> None:
+    rows = {row.claim: row for row in of_predictions([predict("vit_b16")])}
+    assert len(rows) == 5
+    assert rows[OVER_ONE].verdict == "shown"
+    steady = rows["MP scales more steadily than DP"]
+    assert steady.verdict == "contradicted"
+    assert "predicted for up to 8 V100" in steady.obtained
+
+
+def test_a_strategy_that_learns_faster_converges_faster() -> None:
+    def trained(start: float) -> list[Result]:
+        """Return runs of two epochs; the second one is the same for all."""
+        return [
+            replace(
+                run,
+                accuracy=0.7,
+                epochs=tuple(
+                    Epoch(number, 1.0, 1.0, accuracy + seed / 1000)
+                    for number, accuracy in enumerate((start, 0.7), 1)
+                ),
+            )
+            for seed, run in enumerate(measured(BASE, {}).timed["DP"])
+        ]
+
+    one = replace(measured(BASE, {}), accuracy={"single": trained(0.5), "adaptive": trained(0.6)})
+    final, faster = of_accuracies(one)
+    assert (final.verdict, faster.verdict) == ("shown", "shown")
+    assert faster.result.startswith("+5.00 (")
+    same = replace(one, accuracy={"single": trained(0.5), "adaptive": trained(0.5)})
+    assert list(of_accuracies(same))[1].verdict == "not shown"
 
 
 def test_hours_are_those_of_the_papers_epochs() -> None:
@@ -138,7 +219,12 @@ def test_an_accuracy_is_equivalent_only_if_that_is_shown() -> None:
         for line in accuracy_table(one).splitlines()[2:]
     }
     assert shown == {"single": "-", "DP": "shown", "MP": "not shown", "adaptive": "not shown"}
-    assert verdicts(one)[-1].endswith("not shown for MP, adaptive")
+    verdicts = {row.result.partition(":")[0]: row.verdict for row in of_accuracies(one)}
+    assert {name: verdicts[name] for name in ("DP", "MP", "adaptive")} == {
+        "DP": "shown",
+        "MP": "not shown",
+        "adaptive": "contradicted",
+    }
     single_run = measured(BASE | {"adaptive": [5.0]}, {name: [0.7] for name in accuracy})
     assert "nan" not in accuracy_table(single_run)
 
@@ -227,10 +313,10 @@ def test_all_numbers_of_ranks_share_the_runs_of_one_rank(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("mp", "verdict"),
     [
-        ([100.0, 101.0], "the claim holds here"),
-        ([199.0, 201.0], "within the noise"),
-        ([300.0, 301.0], "the claim does not hold here"),
-        ([100.0], "one run of each cannot tell"),
+        ([100.0, 101.0], "shown"),
+        ([199.0, 201.0], "not shown"),
+        ([300.0, 301.0], "contradicted"),
+        ([100.0], "not shown (one run of each)"),
     ],
 )
 def test_memory_is_compared_by_its_interval(mp: list[float], verdict: str) -> None:
@@ -242,11 +328,5 @@ def test_memory_is_compared_by_its_interval(mp: list[float], verdict: str) -> No
         ]
 
     timed = {name: held([200.0, 200.0]) for name in ("single", "DP", "hybrid", "adaptive")}
-    lines = verdicts(Measured("m", 2, timed | {"MP": held(mp)}, {}))
-    assert lines[-1].endswith(verdict)
-
-
-def test_a_size_is_compared_on_as_many_ranks_as_the_paper_has() -> None:
-    one = measured(BASE | {"adaptive": [5.0, 5.1, 4.9]}, {})
-    line, *_ = verdicts(replace(one, ranks=8))
-    assert line.endswith("2.00 (1.91 to 2.10)x on 8 ranks: faster, by less than claimed")
+    rows = found(Measured("m", 2, timed | {"MP": held(mp)}, {}))
+    assert rows["MP needs less memory per device than DP"][1] == verdict

@@ -87,7 +87,7 @@ def test_the_runs_of_paper_b_are_made_once(
     assert len(re.findall(r"The objective promises \d+ ms per step\. Measured \(", text)) == 2
     for strategy in ("single", "DP", "MP", "hybrid", "adaptive"):
         assert f"| {strategy} | {1 if strategy == 'single' else 2} | " in text
-    for head in ("## Verdicts", "## Predicted for 8 V100", "hours, paper | 24.6 | 8.2 |"):
+    for head in ("## Claims", "## Predicted for 8 V100", "hours, paper | 24.6 | 8.2 |"):
         assert head in text
     for picture in ("figure1", "figure2", "figure3", "figure4-cnn", "figure5", "figure6"):
         assert (to / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
