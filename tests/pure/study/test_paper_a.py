@@ -1,5 +1,6 @@
 """The verdict on a published claim, for given measurements."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,8 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.study import paper_a
-from hvdtrain.study.paper_a import KERAS, MIRRORED, SINGLE, SINGLE_TORCH, TORCH
-from hvdtrain.study.results import Result
+from hvdtrain.study.paper_a import KERAS, MIRRORED, ONE_MIRROR, SINGLE, SINGLE_TORCH, TORCH
+from hvdtrain.study.results import Epoch, Result
 
 NAMES = {arm.key: arm.name for arm in paper_a.arms("d", 10, 2)}
 
@@ -42,7 +43,7 @@ def runs(seconds: list[float], accuracy: float = 0.69, **changes: Any) -> list[R
 
 def test_the_arms_differ_in_nothing_but_how_they_are_distributed() -> None:
     arms = paper_a.arms("d", 10, 2)
-    assert [arm.key for arm in arms] == [SINGLE, MIRRORED, KERAS, SINGLE_TORCH, TORCH]
+    assert [arm.key for arm in arms] == [SINGLE, MIRRORED, ONE_MIRROR, KERAS, SINGLE_TORCH, TORCH]
     settings = [vars(arm.config) for arm in arms]
     different = {name for name in settings[0] if len({str(arm[name]) for arm in settings}) > 1}
     assert different == {"framework", "plan"}
@@ -81,10 +82,51 @@ def test_the_verdict_is_what_the_intervals_say(
 
 def test_horovod_is_compared_with_one_device_of_its_framework() -> None:
     main = {SINGLE: runs([100, 101]), MIRRORED: runs([100, 101]), KERAS: runs([90, 91])}
+    main[ONE_MIRROR] = main[SINGLE]
     main |= {SINGLE_TORCH: runs([50, 51]), TORCH: runs([75, 76])}
     lines = paper_a.verdict(main, NAMES).splitlines()
-    assert "Horovod, TensorFlow took 10.0% less time" in lines[2]
-    assert "Horovod, PyTorch took 49.5% more time" in lines[3]
+    assert "Horovod, TensorFlow took 10.0% less time" in lines[3]
+    assert "Horovod, PyTorch took 49.5% more time" in lines[4]
+
+
+def test_what_could_explain_the_saving_is_judged_by_its_interval() -> None:
+    def trained(first: float, others: float, startup: float) -> list[Result]:
+        """Return three runs of three epochs."""
+        return [
+            replace(
+                run,
+                startup_seconds=startup,
+                epochs=tuple(
+                    Epoch(number + 1, 1.0, 1.0, 0.5, first + number * others)
+                    for number in range(3)
+                ),
+            )
+            for run in runs([first + 2 * others + more for more in (-0.1, 0.0, 0.1)])
+        ]
+
+    main = {
+        SINGLE: trained(14.0, 10.0, 6.0),
+        MIRRORED: trained(14.0, 10.0, 0.5),
+        ONE_MIRROR: trained(5.0, 10.0, 6.0),
+    }
+    fits = {
+        ("single", "single"): [[[20.0, 10.0], [10.0, 10.0 + n / 10]] for n in range(3)],
+        ("single", "mirrored"): [[[20.0, 10.0], [20.0, 15.0 + n / 10]] for n in range(3)],
+    }
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in paper_a.explanations(main, fits).splitlines()
+        if line.startswith("| ")
+    ][2:]
+    assert [row[2] for row in rows] == [
+        *("not shown", "a part of it", "not shown"),
+        *("shown", "shown", "not shown"),
+        *("a part of it", "contradicted: it takes longer"),
+    ]
+    assert rows[1][1].startswith("+13.7 (")
+    assert rows[6][0].endswith("plain Keras, 10 epochs extrapolated")
+    alone = {key: one[:1] for key, one in main.items()}
+    assert "not shown (one run of each)" in paper_a.explanations(alone, {})
 
 
 def test_the_cost_of_mirrors_is_told_from_what_the_images_cost() -> None:

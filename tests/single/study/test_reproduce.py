@@ -25,24 +25,27 @@ def test_the_runs_of_paper_a_are_made_once(
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(to / "report.md")
     text = (to / "report.md").read_text()
-    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")][2:]
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")][2:8]
     assert [row[0].strip() for row in rows] == [
-        *("single device, TensorFlow", "MirroredStrategy", "Horovod, TensorFlow"),
+        *("single device, TensorFlow", "MirroredStrategy", "MirroredStrategy, 1 device"),
+        "Horovod, TensorFlow",
         *("single device, PyTorch", "Horovod, PyTorch"),
     ]
-    assert [row[1].strip() for row in rows][1:3] == ["2 x 1"] * 2
-    assert [row[7].strip() for row in rows] == ["156.63", "126.12", "-", "-", "-"]
+    assert [row[1].strip() for row in rows][1:4:2] == ["2 x 1"] * 2
+    assert [row[7].strip() for row in rows] == ["156.63", "126.12", "-", "-", "-", "-"]
+    assert text.count("not shown (one run of each)") == 6  # one epoch has no second one
+    assert len(list((to / "fits").iterdir())) == 2
     for number in (4, 5):
         assert (to / f"figure{number}.png").read_bytes().startswith(b"\x89PNG")
     frameworks = {path.name: summary_of(path)["framework"] for path in (to / "runs").iterdir()}
-    assert len(frameworks) == 7
+    assert len(frameworks) == 8
     in_torch = {name for name in frameworks if frameworks[name] == "torch"}
     assert in_torch == {"single-torch-0", "horovod-torch-0"}
     made = {path: path.stat().st_mtime_ns for path in (to / "runs").rglob("*.json*")}
     (to / "report.md").unlink()
     done = hvdtrain(*command)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" is finished") == 7
+    assert done.stdout.count(" is finished") == 8
     assert (to / "report.md").read_text() == text
     assert {path: path.stat().st_mtime_ns for path in (to / "runs").rglob("*.json*")} == made
     done = hvdtrain(*words, "--epochs", "2", "--repeats", "1")
