@@ -21,8 +21,8 @@ from scipy import stats
 
 EXACT = "exact"
 METHODS = (
-    f"{EXACT};compress bf16;compress topk:0.01;compress powersgd:2;sync local:8;sync diloco:32;"
-    "sync elastic:8"
+    f"{EXACT};compress bf16;compress int8;compress topk:0.01;compress powersgd:2;sync local:8;"
+    "sync diloco:32;sync elastic:8"
 )
 
 

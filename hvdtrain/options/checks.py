@@ -11,10 +11,10 @@ from hvdtrain.options.givenmodel import is_reference
 from hvdtrain.options.names import nearest
 from hvdtrain.options.requests import (
     Chosen,
-    Half,
     Mirrored,
     PlanFile,
     Replicated,
+    Rounded,
     Server,
     TopK,
     check_servers,
@@ -277,7 +277,7 @@ def uses(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, st
         "server": ("sync", isinstance(sync, Server)),
         "gathered": (
             "compress",
-            isinstance(parse_compress_request(values["compress"]), Half | TopK),
+            isinstance(parse_compress_request(values["compress"]), Rounded | TopK),
         ),
         "plan adaptive": ("plan", is_adaptive(plan)),
         "plan chosen": ("plan", isinstance(plan, Chosen)),

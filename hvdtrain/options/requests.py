@@ -306,14 +306,15 @@ class NoCompression:
 
 
 @dataclass(frozen=True)
-class Half:
-    """Gradients travel in 16 bits: "fp16" or "bf16".
+class Rounded:
+    """Gradients travel in 16 or 8 bits.
 
     Attributes:
+        form: "fp16", "bf16" or "int8", whose values have a scale for each block.
         after: first sums of gradients that stay exact, here and below.
     """
 
-    dtype: str
+    form: str
     after: int = 100
 
 
@@ -333,12 +334,12 @@ class PowerSGD:
     after: int = 100
 
 
-CompressRequest = NoCompression | Half | TopK | PowerSGD
+CompressRequest = NoCompression | Rounded | TopK | PowerSGD
 
 SYNC_FORMS = (
     "exact, local:H, local:H@EPOCH, diloco:H, elastic:H, server, server:stale=S or server:async"
 )
-COMPRESS_FORMS = "none, fp16, bf16, topk:RATIO or powersgd:RANK"
+COMPRESS_FORMS = "none, fp16, bf16, int8, topk:RATIO or powersgd:RANK"
 NO_SYNC, NO_COMPRESSION = Exact(), NoCompression()
 
 
@@ -395,7 +396,7 @@ def parse_compress_request(text: str, option: str = "--compress") -> CompressReq
     """
     method, _, part = text.partition(",")[0].partition(":")
     is_known = (
-        (method in ("none", "fp16", "bf16") and text.partition(",")[0] == method)
+        (method in ("none", "fp16", "bf16", "int8") and text.partition(",")[0] == method)
         or (method == "topk" and 0 < number(part) <= 1)
         or (method == "powersgd" and part.isdigit() and 0 < int(part) < 10**6)
     )
@@ -409,7 +410,7 @@ def parse_compress_request(text: str, option: str = "--compress") -> CompressReq
         return NO_COMPRESSION
     if method == "topk":
         return TopK(float(part), after)
-    return PowerSGD(int(part), after) if method == "powersgd" else Half(method, after)
+    return PowerSGD(int(part), after) if method == "powersgd" else Rounded(method, after)
 
 
 def check_servers(values: Mapping[str, Any]) -> None:

@@ -321,9 +321,10 @@ class SyncOptions:
     )
     compress: str = option(
         "none",
-        "how gradients travel under --sync exact: none (as they are), fp16, bf16, topk:RATIO (the "
-        "largest values) or powersgd:RANK (low-rank matrices), each after 100 exact sums "
-        "(topk:0.01,after=20: after 20); what is left out is added to the next gradients",
+        "how gradients travel under --sync exact: none (as they are), fp16, bf16, int8, "
+        "topk:RATIO (the largest values) or powersgd:RANK (low-rank matrices), each after 100 "
+        "exact sums (topk:0.01,after=20: after 20); what is left out is added to the next "
+        "gradients",
         Group.SYNC,
         Rule.ONE_LINE | Rule.TORCH_ONLY,
         "METHOD",

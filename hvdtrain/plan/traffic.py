@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hvdtrain.options.requests import NO_COMPRESSION, CompressRequest, Half, PowerSGD, TopK
+from hvdtrain.options.requests import NO_COMPRESSION, CompressRequest, PowerSGD, Rounded, TopK
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 HALF_BYTES = 2
+BLOCK = 256  # values of 8 bits that have one scale
+SCALE_BYTES = 4
 PLACE_BYTES = 4  # of the place of a value that `topk` sends
 COUNTER_BYTES = 8
 # Bytes that each of n replicas sends, as a multiple of the bytes of its tensor, if an operation
@@ -146,6 +148,17 @@ def padded(elements: int, replicas: int) -> int:
     return elements + -elements % replicas
 
 
+def slice_length(form: str, elements: int, replicas: int) -> int:
+    """Return the values of each replica's slice of a bucket that is rounded to 16 or 8 bits."""
+    block = BLOCK if form == "int8" else 1
+    return -(-elements // (replicas * block)) * block
+
+
+def slice_bytes(form: str, length: int) -> int:
+    """Return the bytes of a slice: those of its values, and of the scales of blocks."""
+    return length + length // BLOCK * SCALE_BYTES if form == "int8" else HALF_BYTES * length
+
+
 def largest_count(ratio: float, elements: int) -> int:
     """Return how many values of a bucket `topk` sends."""
     return math.ceil(ratio * elements)
@@ -169,10 +182,10 @@ def bucket_traffic(
         return whole
     tail = (Operation("all_reduce", itemsize * statistics),) if statistics else ()
     match request:
-        case Half():
-            halves = HALF_BYTES * padded(count, replicas)
-            sums = Operation("all_gather", halves // replicas)
-            return Traffic((Operation("all_to_all", halves), *tail), (sums,))
+        case Rounded(form):
+            one = slice_bytes(form, slice_length(form, count, replicas))
+            slices = Operation("all_to_all", one * replicas)
+            return Traffic((slices, *tail), (Operation("all_gather", one),))
         case TopK(ratio):
             size = largest_count(ratio, count) * (itemsize + PLACE_BYTES)
             return Traffic((Operation("all_gather", size), *tail))

@@ -14,9 +14,9 @@ from hvdtrain.options.requests import (
     CompressRequest,
     DiLoCo,
     Elastic,
-    Half,
     Local,
     PowerSGD,
+    Rounded,
     SyncRequest,
     TopK,
     parse_compress_request,
@@ -95,7 +95,7 @@ EXACT = Agreement()
 # Bytes that compressing and decompressing read and write, per byte of gradients: counted in
 # `hvdtrain/sync`, for hardware on which it cannot be measured.
 PASSES: Mapping[type[CompressRequest], tuple[float, float]] = {
-    Half: (7.0, 4.5),
+    Rounded: (7.0, 4.5),
     TopK: (9.0, 2.0),
     PowerSGD: (4.0, 4.0),
 }

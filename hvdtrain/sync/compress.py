@@ -1,4 +1,4 @@
-"""Compressed sums of gradients: in 16 bits, of the largest values only, or of low rank.
+"""Compressed sums of gradients: in 16 or 8 bits, of the largest values only, or of low rank.
 
 Error feedback: what a compressed sum leaves out of a gradient is added to the next gradient
 (Stich et al., "Sparsified SGD with Memory", 2018; Karimireddy et al., "Error Feedback Fixes
@@ -27,7 +27,7 @@ from torch.nn import functional
 from hvdtrain.options import requests
 from hvdtrain.options.requests import CompressRequest
 from hvdtrain.plan import traffic
-from hvdtrain.plan.traffic import largest_count, padded
+from hvdtrain.plan.traffic import BLOCK, SCALE_BYTES, largest_count, slice_length
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Bucket, ExactSums, Sums, laid_out
 from hvdtrain.sync.states import Shapes
@@ -418,8 +418,8 @@ def make_sums(request: CompressRequest, collectives: Collectives) -> Sums:
     if collectives.size == 1:
         return SingleSums(collectives, request.after)
     match request:
-        case requests.Half(dtype, after):
-            return HalfSums(DTYPES[dtype], collectives, after)
+        case requests.Rounded(form, after):
+            return RoundedSums(form, collectives, after)
         case requests.TopK(ratio, after):
             return TopKSums(ratio, collectives, after)
         case requests.PowerSGD(rank, after):
@@ -468,47 +468,81 @@ class TwoPartSums(CompressedSums):
             self.collectives.wait(sent.tail)
 
 
-class HalfSums(TwoPartSums):
-    """Sums of gradients that travel in 16 bits.
+class RoundedSums(TwoPartSums):
+    """Sums of gradients that travel in 16 or 8 bits.
 
     Each replica sums a slice of the bucket in the gradients' own dtype and sends the sum to all,
-    in 16 bits again. Both roundings enter the residuals. The bytes are those of an all-reduce in
-    16 bits, which would add up in 16 bits and lose what each addition rounds off.
+    rounded again. Both roundings enter the residuals. The bytes are those of an all-reduce of
+    rounded values, which would add up rounded values and lose what each addition rounds off.
 
-    Nothing is scaled: gradients are weighted by the share of the global batch, so that the sum is
-    the gradient of the mean loss, however many replicas there are. If a value or the sum exceeds
-    the range of fp16, an infinity arrives on all replicas, and the step is a bad one.
+    Nothing else is scaled: gradients are weighted by the share of the global batch, so that the
+    sum is the gradient of the mean loss, however many replicas there are. If a value or the sum
+    exceeds the range of fp16, an infinity arrives on all replicas, and the step is a bad one.
+
+    Args:
+        form: "fp16", "bf16" or "int8".
     """
 
     parts = ("slices", "sums", "tail")
 
-    def __init__(self, dtype: torch.dtype, collectives: Collectives, after: int = 0) -> None:
+    def __init__(self, form: str, collectives: Collectives, after: int = 0) -> None:
         super().__init__(collectives, after)
-        self.dtype = dtype
+        self.form = form
 
     def send(self, residual: Residual, full: Tensor) -> Sent:
         """Start to send each replica its slice."""
-        length = padded(len(full), self.collectives.size)
-        halves = functional.pad(full, (0, length - len(full))).to(self.dtype)
-        full.sub_(halves[: len(full)])
-        bits = halves.view(torch.uint8)  # libraries know no bf16
-        handle = self.collectives.all_to_all(bits, f"{residual.bucket.name}.slices")
+        size = self.collectives.size
+        length = slice_length(self.form, len(full), size)
+        slices = functional.pad(full, (0, size * length - len(full))).view(size, length)
+        bits = encoded(self.form, slices)
+        full.sub_(decoded(self.form, bits, full.dtype).flatten()[: len(full)])
+        handle = self.collectives.all_to_all(bits.flatten(), f"{residual.bucket.name}.slices")
         return Sent(handle, self.start_tail(residual))
 
     def receive(self, residual: Residual, handle: Sent) -> None:
         """Sum this replica's slice, and gather the sums of all."""
-        slices = self.collectives.wait(handle.handle).view(self.dtype)
-        total = torch.zeros_like(slices[0], dtype=residual.gradients.dtype)
+        dtype = residual.gradients.dtype
+        slices = decoded(self.form, self.collectives.wait(handle.handle), dtype)
+        total = torch.zeros_like(slices[0])
         for piece in slices:
             total += piece
-        halves = total.to(self.dtype)
+        bits = encoded(self.form, total[None])
         name = f"{residual.bucket.name}.sums"
-        gathering = self.collectives.all_gather(halves.view(torch.uint8), name)
+        gathering = self.collectives.all_gather(bits.flatten(), name)
         mine = residual.following[self.collectives.place * len(total) :][: len(total)]
-        mine.add_((total - halves)[: len(mine)])
-        sums = self.collectives.wait(gathering).view(self.dtype).flatten()
+        mine.add_((total - decoded(self.form, bits, dtype)[0])[: len(mine)])
+        sums = decoded(self.form, self.collectives.wait(gathering), dtype).flatten()
         residual.gradients.copy_(sums[: residual.size])
         self.finish_tail(handle)
+
+
+def encoded(form: str, rows: Tensor) -> Tensor:
+    """Return rows of numbers [rows, length] as rows of bytes, uint8.
+
+    For "int8" the length is a multiple of BLOCK. A block has the scale max |x| / 127, fp32, behind
+    all values: Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", ICLR 2016, with
+    the blocks of Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. The
+    scale of a block with a value that is not finite is not finite.
+    """
+    if form != "int8":
+        return rows.to(DTYPES[form]).view(torch.uint8)
+    blocks = rows.unflatten(1, (-1, BLOCK))
+    scales = (blocks.abs().amax(2) / 127).float()
+    steps = blocks / scales.to(rows.dtype)[..., None]
+    whole = torch.where(scales[..., None] > 0, steps, 0).nan_to_num().round().clamp(-127, 127)
+    values = whole.to(torch.int8).flatten(1).view(torch.uint8)
+    return torch.cat([values, scales.view(torch.uint8)], 1)
+
+
+def decoded(form: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers [rows, length] of `encoded` rows, of a dtype."""
+    if form != "int8":
+        return rows.view(DTYPES[form]).to(dtype)
+    number = rows.shape[1] // (BLOCK + SCALE_BYTES)
+    values, scales = rows.split([number * BLOCK, number * SCALE_BYTES], 1)
+    factors = _as_dtype(scales, torch.float32).to(dtype)
+    numbers: Tensor = values.view(torch.int8).unflatten(1, (-1, BLOCK)) * factors[..., None]
+    return numbers.flatten(1)
 
 
 @dataclass

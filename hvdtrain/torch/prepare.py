@@ -75,9 +75,9 @@ def prepare(
         optimizer: of its parameters only.
         more: other optimizers, each of other parameters of the model.
         compress: what travels between ranks, as `hvdtrain train --compress`: none, fp16, bf16,
-            topk:RATIO or powersgd:RANK. What is left out is added to the next gradients, so keep
-            the scale of a GradScaler constant. Parameters in fp16 are not compressed. The first
-            100 averaged gradients are exact, with "fp16,after=N" the first N.
+            int8, topk:RATIO or powersgd:RANK. What is left out is added to the next gradients, so
+            keep the scale of a GradScaler constant. Parameters in fp16 are not compressed. The
+            first 100 averaged gradients are exact, with "fp16,after=N" the first N.
         sync: "exact" or "local:H", with one optimizer and without `compress`.
 
     Raises:

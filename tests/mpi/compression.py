@@ -17,7 +17,7 @@ from hvdtrain.sync.states import States
 from hvdtrain.world import World
 
 BUCKET_BYTES = 4000
-METHODS = ("fp16", "bf16", "topk:0.1", "powersgd:2")
+METHODS = ("fp16", "bf16", "int8", "topk:0.1", "powersgd:2")
 Change = Callable[[dict[str, Tensor], int], object]  # of a replica's gradients in a step
 
 

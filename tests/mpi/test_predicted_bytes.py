@@ -24,6 +24,7 @@ WAYS: list[dict[str, Any]] = [
     {},
     {"compress": "fp16"},
     {"compress": "bf16"},
+    {"compress": "int8"},
     {"compress": "topk:0.07"},
     {"compress": "powersgd:2"},
     {"compress": "powersgd:7"},

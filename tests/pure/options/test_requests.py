@@ -19,9 +19,9 @@ from hvdtrain.options.requests import (
     Chosen,
     CompressRequest,
     Fault,
-    Half,
     PowerSGD,
     Restarts,
+    Rounded,
     Server,
     TopK,
     minutes,
@@ -253,8 +253,9 @@ def test_methods_are_compared_by_what_they_mean() -> None:
     ("text", "request_"),
     [
         ("none", NO_COMPRESSION),
-        ("fp16", Half("fp16")),
-        ("bf16", Half("bf16")),
+        ("fp16", Rounded("fp16")),
+        ("bf16", Rounded("bf16")),
+        ("int8,after=7", Rounded("int8", 7)),
         ("topk:0.01", TopK(0.01)),
         ("topk:1", TopK(1.0)),
         ("topk:1e-3", TopK(0.001)),
@@ -271,7 +272,9 @@ def test_what_a_text_requests(text: str, request_: CompressRequest) -> None:
     + ["powersgd:1.5", "powersgd:1e2", "powersgd:-1", "FP16", "topk:0.1 "],
 )
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"is not known: use none, fp16, bf16, topk:RATIO or pow"):
+    with pytest.raises(
+        UsageError, match=r"is not known: use none, fp16, bf16, int8, topk:RATIO or pow"
+    ):
         parse_compress_request(text)
 
 

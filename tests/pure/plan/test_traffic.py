@@ -55,6 +55,14 @@ def test_an_all_reduce_sends_as_much(kind: Kind, replicas: int) -> None:
                 (Operation("all_to_all", 144), Operation(SUM, 12)), (Operation("all_gather", 48),)
             ),
         ),
+        # 72 values become 3 slices of one block, and each block has a scale.
+        (
+            "int8",
+            Traffic(
+                (Operation("all_to_all", 3 * 260), Operation(SUM, 12)),
+                (Operation("all_gather", 260),),
+            ),
+        ),
         ("topk:0.1", Traffic((Operation("all_gather", 8 * 8), Operation(SUM, 12)))),
         # The row and the vector are no smaller as factors: they travel with the statistics.
         (
