@@ -1,12 +1,13 @@
-"""Detection of stragglers, and of their cost, from the vitals of all ranks.
+"""Detection of stragglers, falling throughput and waiting for data, from the vitals of all ranks.
 
 Ranks that wait for one another take equally long for a step; they differ in the time that they
 spend without waiting. A rank's time is compared with that of the other replicas of its stages, or,
 if there are none, with its own best time so far.
 """
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,11 @@ FACTOR = 1.5  # a straggler takes more than this times the expected seconds
 SMALLEST_SECONDS = 1e-3  # per step; smaller differences come from other work on the machine
 FEWEST_STEPS = 5  # steps of one judgement
 TIMES = 2  # judgements in a row before a rank is named
+# Throughput has fallen below this part of its median, or this part of a step waits for data, in
+# as many judgements in a row, each of steps that take a second or longer.
+FALLEN, WAITING, LASTING = 0.6, 0.3, 3
+LEAST_SECONDS = 1.0
+FEWEST, MOST = 5, 50  # judgements for a median
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,56 @@ class Stragglers:
             )
             for rank in np.flatnonzero(self.slow == TIMES)
         ]
+
+
+@dataclass
+class Trends:
+    """Follows the throughput of a run, and how long it waits for data.
+
+    Attributes:
+        rates: images/s of the last judgements, without those that are fallen.
+        unjudged: steps, images, seconds, and seconds of a rank's waiting for data, that are not
+            judged yet.
+        fallen, waiting: judgements in a row.
+    """
+
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=MOST))
+    unjudged: NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
+    fallen: int = 0
+    waiting: int = 0
+
+    def look(self, images: int, seconds: float, vitals: NDArray[np.float64]) -> dict[str, str]:
+        """Take a window [steps, ranks, Vitals]; return what is wrong from now on, by its cause.
+
+        Args:
+            images: of the window, over all ranks.
+            seconds: of the window.
+        """
+        waited = float(vitals[..., DATA].mean(axis=1).sum())
+        self.unjudged += (len(vitals), images, seconds, waited)
+        steps, images_so_far, seconds_so_far, waited = self.unjudged.tolist()
+        if steps < FEWEST_STEPS or seconds_so_far < LEAST_SECONDS:
+            return {}
+        self.unjudged[:] = 0
+        rate, share = images_so_far / seconds_so_far, waited / seconds_so_far
+        usual = float(np.median(self.rates)) if len(self.rates) >= FEWEST else 0.0
+        is_fallen = rate < FALLEN * usual
+        self.fallen = self.fallen + 1 if is_fallen else 0
+        self.waiting = self.waiting + 1 if share > WAITING else 0
+        if not is_fallen:
+            self.rates.append(rate)
+        faults = {}
+        if self.fallen == LASTING:
+            faults["throughput fell"] = (
+                f"throughput fell to {rate:,.0f} images/s, {rate / usual:.0%} of the usual "
+                f"{usual:,.0f}"
+            )
+        if self.waiting == LASTING:
+            faults["waiting for data"] = (
+                f"ranks wait for data {share:.0%} of the time: stage the data set on a local disk "
+                "(--stage), or use larger shards"
+            )
+        return faults
 
 
 def medians_of_others(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -32,7 +32,7 @@ from hvdtrain.engine.progress import (
 from hvdtrain.engine.session import PendingStep, Session, StepInput, StepOutcome
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
-from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
+from hvdtrain.health.stragglers import Stragglers, Trends, groups_of_equal_work
 from hvdtrain.host import output
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.ownership import LAUNCHED, process_start, since_boot
@@ -269,6 +269,7 @@ def _change_plan(run: Run) -> None:
         decision = run.adapter.change()
     clock.count()  # a migration has to pay for its own time
     run.stragglers = Stragglers(groups_of_equal_work(run.session.plan, run.session.world.size))
+    run.trends = Trends()
     if decision is not None:
         _say_decision(run, decision)
 

@@ -6,11 +6,13 @@ To save, all ranks copy their state at once, then write and commit while they tr
 import json
 import math
 import os
+import shutil
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +37,7 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.health import failure
 from hvdtrain.health.failure import stalled
 from hvdtrain.health.heartbeat import Heartbeat, suspects
-from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
+from hvdtrain.health.stragglers import Stragglers, Trends, groups_of_equal_work
 from hvdtrain.host import alert, counters, files, records
 from hvdtrain.host.activity import OTHERS_SAVE_FACTOR, SAVE_FACTOR, Activity
 from hvdtrain.host.counters import Load, Meter, open_meter
@@ -50,6 +52,8 @@ from hvdtrain.training.metrics import Records
 from hvdtrain.world import World, activity_path
 
 MOST_FAILED = 3  # checkpoints in a row
+CHECKPOINTS_FREE = 3  # a disk with space for fewer is almost full
+MIB = 2**20
 PAUSE_SECONDS = 2.0  # before another attempt, if there is no step in between
 SECONDS_TO_SHOW = 30.0  # until a network file system shows a new folder to other hosts
 
@@ -65,6 +69,7 @@ class Saving:
         pending_best: the best epoch as of the last checkpoint that was started.
         unreported: the step of the open checkpoint, until the callbacks have been called for it.
         failed: checkpoints in a row that could not be written.
+        shortage: what to say of a disk that is almost full, on rank 0; empty if it is not.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class Saving:
         self.unreported: int | None = None
         self.writers: list[int] = []  # of the open checkpoint; on rank 0
         self.failed = 0
+        self.shortage, self.was_short = "", False
 
     def is_wanted(self) -> bool:
         """Return whether this rank requests a checkpoint: only rank 0 does, by its clock."""
@@ -221,6 +227,9 @@ class Saving:
         if step is not None:
             path = self.journal.folder.checkpoints / store.name_of(step)
             self.journal.followers.call("on_checkpoint", step, path)
+            if self.shortage and not self.was_short:
+                self.journal.report(step, "disk almost full", self.shortage)
+            self.was_short = bool(self.shortage)
 
     def _faults(self) -> list[str]:
         """Return all ranks' messages of failed writes of the open checkpoint. Collective."""
@@ -249,6 +258,24 @@ class Saving:
         if best is not None and (folder / store.name_of(best["step"])).is_dir():
             store.mark_best(folder, store.name_of(best["step"]), best["metric"], best["value"])
         store.prune(folder, config.keep_checkpoints, newest=name)
+        with suppress(OSError):  # the checkpoint is committed: this is only a warning
+            self.shortage = shortage(folder, name)
+
+
+def shortage(folder: Path, name: str) -> str:
+    """Return what to say if the disk of a checkpoint is almost full; empty if it is not.
+
+    Raises:
+        OSError: if the disk does not answer.
+    """
+    size = sum(path.stat().st_size for path in (folder / name).iterdir())
+    free = shutil.disk_usage(folder).free
+    if free >= CHECKPOINTS_FREE * size:
+        return ""
+    return (
+        f"the disk of {folder} has {free / MIB:,.1f} MiB left, and a checkpoint takes "
+        f"{size / MIB:,.1f}: free space, or lower --keep-checkpoints"
+    )
 
 
 def _saver(session: Session, folder: RunFolder, token: str) -> Saver:
@@ -391,6 +418,7 @@ class Run:
     saving: Saving
     heartbeat: Heartbeat
     stragglers: Stragglers
+    trends: Trends
     injector: Injector | None
     adapter: "Adapter | None"
     before: Progress
@@ -537,6 +565,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
             saving=Saving(session, progress, clock, journal, owner, replication),
             heartbeat=heartbeat,
             stragglers=Stragglers(groups_of_equal_work(session.plan, world.size)),
+            trends=Trends(),
             injector=injector,
             adapter=adapter,
             before=replace(progress),

@@ -345,6 +345,9 @@ class StepLog:
             )
             for straggler in run.stragglers.look(vitals):
                 run.journal.report(self.step, "straggler", str(straggler))
+            passed = seconds(now - self.window_start)
+            for cause, message in run.trends.look(samples, passed, vitals).items():
+                run.journal.report(self.step, cause, message)
         if run.session.config.memory_gib is not None:
             peaks = np.max([agreed.vitals[:, MEMORY] for agreed in self.window], axis=0)
             if check_memory(run, peaks.tolist()) and not run.trained:

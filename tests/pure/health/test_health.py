@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.health.stragglers import (
     Stragglers,
+    Trends,
     as_lists,
     groups_of_equal_work,
     medians_of_others,
@@ -79,3 +80,47 @@ def test_step_lines_have_null_for_what_is_not_measured() -> None:
     assert lists["load"] == [None, None]
     assert lists["own_seconds"][1] is not None
     assert "seconds" not in lists
+
+
+def looked(trends: Trends, rate: float, share: float = 0.0, windows: int = 1) -> list[str]:
+    """Return the causes that windows of ten steps and a second each make known."""
+    vitals = window(0.1, 0.1, seconds=0.1)
+    vitals[..., 2] = 0.1 * share
+    return [cause for _ in range(windows) for cause in trends.look(round(rate), 1.0, vitals)]
+
+
+def test_throughput_that_falls_and_stays_low_is_reported_once() -> None:
+    trends = Trends()
+    assert looked(trends, 1000, windows=20) == []
+    assert looked(trends, 700, windows=20) == [], "a shared machine is that slow at times"
+    assert looked(trends, 400, windows=2) == [], "twice may be chance"
+    assert looked(trends, 1000) == []
+    assert looked(trends, 400, windows=20) == ["throughput fell"]
+    assert looked(trends, 1000) == []
+    assert looked(trends, 400, windows=3) == ["throughput fell"], "it fell again"
+    message = Trends()
+    assert looked(message, 1000, windows=5) == []
+    looked(message, 250, windows=2)
+    faults = message.look(250, 1.0, window(0.1, 0.1, seconds=0.1))
+    assert faults == {"throughput fell": "throughput fell to 250 images/s, 25% of the usual 1,000"}
+
+
+def test_waiting_for_data_is_reported_with_its_share() -> None:
+    trends = Trends()
+    assert looked(trends, 1000, share=0.2, windows=20) == []
+    assert looked(trends, 1000, share=0.5, windows=10) == ["waiting for data"]
+    assert looked(trends, 1000, share=0.1, windows=3) == []
+    looked(trends, 1000, share=0.5, windows=2)
+    vitals = window(0.1, 0.1, seconds=0.1)
+    vitals[..., 2] = 0.05
+    (message,) = trends.look(1000, 1.0, vitals).values()
+    assert message.startswith("ranks wait for data 50% of the time: stage the data set")
+
+
+def test_short_windows_are_judged_together() -> None:
+    """Eight windows of an eighth of a second are one judgement."""
+    trends, vitals = Trends(), window(0.01, 0.01, steps=1, seconds=0.125)
+    vitals[..., 2] = 0.06
+    reported = [bool(trends.look(10, 0.125, vitals)) for _ in range(40)]
+    assert reported.index(True) == 23
+    assert sum(reported) == 1

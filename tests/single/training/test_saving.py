@@ -200,6 +200,7 @@ def test_a_disk_that_fills_ends_the_run_with_its_last_checkpoint(
         why = "cannot be written: No space left on device"
         assert f"{why}, 3 checkpoints in a row: free space or repair" in done.stderr
         assert done.stdout.count(f"{why}; the run continues without it") == 2
+        assert re.search(r"the disk of .* has 0\.\d MiB left, and a checkpoint takes", done.stdout)
         newest, path, skipped = store.load_newest(disk.seen / "run" / "checkpoints")
         assert newest is not None
         assert path is not None
