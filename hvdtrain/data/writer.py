@@ -39,6 +39,7 @@ PARTIAL_FOLDER = ".partial"
 LOCK = "lock"
 
 _LARGEST_SHARD_MB = 2048
+DIGEST_BYTES = 8  # any two of a million images have the same one with a chance of 3e-8
 _BLOCK_ROWS = 1024  # images counted at a time for the mean
 
 Progress = Callable[[int], None]  # samples read so far, of all splits
@@ -142,6 +143,7 @@ class _Finished:
         next: place in the source of the first sample after it.
         broken: the samples left out since the shard before.
         counts: how many pixels have each value, [channels][256]; empty outside the train split.
+        digests: of the images, DIGEST_BYTES each, in hexadecimal.
     """
 
     key: str | None
@@ -151,6 +153,7 @@ class _Finished:
     largest_label: int
     broken: list[Fault]
     counts: list[list[int]]
+    digests: str = ""
 
 
 def write_sources(
@@ -203,7 +206,7 @@ def write_sources(
             image_shape=layout.image_shape,
             mean=mean,
             std=std,
-            notes=(*notes, *left_out),
+            notes=(*notes, *left_out, *duplicates(finished)),
             resize=layout.resize,
             targets=layout.targets,
         )
@@ -270,6 +273,7 @@ class _Writer:
             largest_label=largest,
             broken=[fault for fault in broken if start <= fault[0] < stop],
             counts=histogram.tolist(),
+            digests=b"".join(map(_digest, block.images)).hex(),
         )
         if self.key is not None:
             record = json.dumps(asdict(finished)).encode()
@@ -286,6 +290,33 @@ class _Writer:
             limit = "at least 0" if classes is None else f"0 to {classes - 1}"
             raise DataError(f"sample {sample} of `{name}` has label {wrong}: labels are {limit}")
         return block.labels.astype(np.int32)
+
+
+def _digest(image: Any) -> bytes:
+    content = image if isinstance(image, bytes) else np.asarray(image).tobytes()
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+def duplicates(finished: Mapping[str, Sequence[_Finished]]) -> list[str]:
+    """Return notes on images that are in a split several times, or in both splits.
+
+    Images count as the same if all their bytes are equal.
+    """
+    different: dict[str, NDArray[np.uint64]] = {}
+    lines = []
+    for name, shards in finished.items():
+        digests = np.frombuffer(bytes.fromhex("".join(one.digests for one in shards)), np.uint64)
+        different[name] = np.unique(digests)
+        if more := len(digests) - len(different[name]):
+            lines.append(
+                f"{name}: {more:,} image{' is a copy' if more == 1 else 's are copies'} of others"
+            )
+    (first, ours), (second, theirs) = different.items()
+    if both := len(np.intersect1d(ours, theirs)):
+        lines.append(
+            f"{second}: {both:,} different image{' is' if both == 1 else 's are'} in {first}, too"
+        )
+    return lines
 
 
 def _whole_shards(blocks: Iterator[Block], rows: int) -> Iterator[Block]:

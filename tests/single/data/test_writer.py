@@ -54,7 +54,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     index = read_index(tmp_path / "a" / "b")
     assert index == written
     assert index.hash == written.hash
-    assert index.notes == ("a note",)
+    assert index.notes == ("a note", "test: 9 different images are in train, too")
     assert names_in(tmp_path / "a" / "b") == ["index.json", "test-00000.h5", "train-00000.h5"]
     for name, (images, labels) in SPLITS.items():
         with open_split(index, name) as samples:
@@ -207,3 +207,21 @@ def test_a_limit_on_file_sizes_is_named_and_leaves_nothing(tmp_path: Path) -> No
     # With enough room the same program succeeds: the limit was the cause.
     assert pack_with_a_limit_on_file_sizes(tmp_path / "set", 2**30) == "written"
     assert json.loads((tmp_path / "set" / "index.json").read_text())["format_version"] == 1
+
+
+def test_copies_within_and_between_splits_are_noted(tmp_path: Path) -> None:
+    different = np.random.default_rng(0).integers(0, 256, (12, 4, 4, 3), np.uint8)
+    train = different[[0, 1, 2, 3, 0, 0, 4, 1]]  # three copies
+    test = different[[5, 6, 0, 1, 1, 7]]  # one copy, and two images of the other split
+    labelled = {
+        name: (images, np.zeros(len(images), int))
+        for name, images in (("train", train), ("test", test))
+    }
+    index = write(tmp_path / "a", labelled, (4, 4, 3), NAMES)
+    assert index.notes == (
+        "train: 3 images are copies of others",
+        "test: 1 image is a copy of others",
+        "test: 2 different images are in train, too",
+    )
+    apart = {"train": (different[:8], np.zeros(8, int)), "test": (different[8:], np.zeros(4, int))}
+    assert write(tmp_path / "b", apart, (4, 4, 3), NAMES).notes == ()
