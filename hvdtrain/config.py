@@ -282,7 +282,8 @@ class TrainConfig(
     restarts: int | str = option(
         0,
         "restart from the last checkpoint after a rank failed, up to N times; N,min-ranks=M: "
-        "each time with one rank fewer, down to M",
+        "each time with one rank fewer, down to M, and after 600 s (N,min-ranks=M,grow-after=S: "
+        "after S) again with all",
         Group.FAULTS,
         Rule.FIRST | Rule.ON_RESUME | Rule.NOT_COMPARED,
         "N[,min-ranks=M]",

@@ -5,6 +5,7 @@ that Ctrl-C reaches only this process, which forwards it as SIGUSR1: mpirun forw
 ranks, while on SIGTERM or SIGINT it would kill them a quarter of a second later.
 """
 
+import math
 import os
 import re
 import resource
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -68,10 +70,16 @@ BY_STOP_SIGNAL = r"signal \d+ \((User defined signal \d|Terminated|Hangup)\)"
 
 @dataclass(frozen=True)
 class Outcome:
-    """The exit code of a job, and the last line that gives the reason; empty if there is none."""
+    """The end of a job.
+
+    Attributes:
+        message: the last line that gives the reason; empty if there is none.
+        was_due: whether the ranks were requested to stop after a given time.
+    """
 
     code: int
     message: str
+    was_due: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,7 @@ def supervise(
     stop: RanksStop | None = None,
     start_limit: float | None = None,
     module: str = "hvdtrain",
+    stop_after: float | None = None,
 ) -> Outcome:
     """Run `python -m MODULE ARGUMENTS` on `ranks` ranks of this machine.
 
@@ -179,6 +188,7 @@ def supervise(
         stop: a stop request that is active already; by default one is active while the ranks run.
         start_limit: seconds that any action of a rank may take before its first step; later the
             rank records its limits. None: ranks are not watched.
+        stop_after: seconds after which ranks that are watched are requested to save and stop.
 
     Raises:
         UsageError: if there is no MPI launcher.
@@ -195,7 +205,7 @@ def supervise(
         settings = {ACTIVITY: str(activity)} | folder_settings | dict(environment or {})
         killed_before = processes_ended_for_memory()
         job = _Job(_start(command, settings), ranks, activity, start_limit)
-        return _follow(job, stop, killed_before)
+        return _follow(job, stop, killed_before, stop_after)
 
 
 @contextmanager
@@ -282,7 +292,7 @@ def _end_with_parent() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
 
 
-def _follow(job: _Job, stop: RanksStop, killed_before: int) -> Outcome:
+def _follow(job: _Job, stop: RanksStop, killed_before: int, stop_after: float | None) -> Outcome:
     """Stream the output of the ranks until they end; print the reason if no rank has.
 
     Args:
@@ -298,7 +308,7 @@ def _follow(job: _Job, stop: RanksStop, killed_before: int) -> Outcome:
     for reader in readers:
         reader.start()
     with stop.forwarded_to(job):
-        code, stalled = _wait(job)
+        code, stalled, was_due = _wait(job, stop_after)
     for reader in readers:
         reader.join(timeout=5)
     if code and sys.stdout.isatty():
@@ -311,24 +321,34 @@ def _follow(job: _Job, stop: RanksStop, killed_before: int) -> Outcome:
             reason += "; meanwhile the kernel killed a process on this host for lack of memory"
         print(f"{REPORT_PREFIX}{reason}", file=sys.stderr, flush=True)
     # The message goes into environments, whose variables Linux limits to 128 KiB.
-    return Outcome(code, shortened(reason or "".join(reports[-1:])))
+    return Outcome(code, shortened(reason or "".join(reports[-1:])), was_due)
 
 
-def _wait(job: _Job) -> tuple[int, str]:
-    """Return the exit code of mpirun, and why this launcher ended it; empty if it did not."""
+def _wait(job: _Job, stop_after: float | None) -> tuple[int, str, bool]:
+    """Wait for mpirun.
+
+    Returns:
+        Its exit code, why this launcher ended it (empty if it did not), and whether the ranks were
+        requested to stop after their time.
+    """
     if job.start_limit is None:
-        return job.process.wait(), ""
+        return job.process.wait(), "", False
+    until = math.inf if stop_after is None else time.monotonic() + stop_after
+    was_due = False
     watch, reason = Watch(job.activity, range(job.ranks), job.start_limit, WATCH_SECONDS), ""
     while True:
         try:
             seconds = WATCH_SECONDS if not reason else SECONDS_TO_END
-            return job.process.wait(timeout=seconds), reason
+            return job.process.wait(timeout=seconds), reason, was_due
         except subprocess.TimeoutExpired:
             if reason:
                 job.end(signal.SIGKILL)
             elif stalled := watch.stalled():
                 reason = stuck_message(*stalled)
                 job.end()
+            elif not was_due and time.monotonic() > until and job.handles_requests():
+                was_due = True
+                job.process.send_signal(signal.SIGUSR1)
 
 
 def _stream(source: IO[str] | None, banners: list[str], reports: list[str]) -> None:

@@ -19,6 +19,7 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "rate": ("above 0 and at most 1", lambda value: 0 < value <= 1),
     "servers": WHOLE,
     "min-ranks": WHOLE,
+    "grow-after": ("above 0", lambda value: 0 < value < math.inf),
     "after": ("a whole number", lambda value: value % 1 == 0),
 }
 
@@ -191,10 +192,16 @@ def parse_bad_step(text: str) -> BadStep:
 
 @dataclass(frozen=True)
 class Restarts:
-    """The number of restarts, and the fewest ranks; None for as many as before."""
+    """The number of restarts.
+
+    Attributes:
+        fewest_ranks: None for as many as before.
+        grow_seconds: on fewer ranks, until the job is started on all of them again.
+    """
 
     most: int
     fewest_ranks: int | None = None
+    grow_seconds: float = 600.0
 
 
 def parse_restarts(value: int | str) -> Restarts:
@@ -210,8 +217,12 @@ def parse_restarts(value: int | str) -> Restarts:
             f"--restarts {text} is not known: use N, or N,min-ranks=M for one rank fewer at each "
             "restart, down to M"
         )
-    fewest = settings_of("--restarts", text, ("min-ranks",)).get("min-ranks")
-    return Restarts(int(count), None if fewest is None else int(fewest))
+    settings = settings_of("--restarts", text, ("min-ranks", "grow-after"))
+    if "grow-after" in settings and "min-ranks" not in settings:
+        raise UsageError(f"--restarts {text}: grow-after needs min-ranks=M")
+    fewest = settings.get("min-ranks")
+    grow = settings.get("grow-after", Restarts.grow_seconds)
+    return Restarts(int(count), None if fewest is None else int(fewest), grow)
 
 
 def interval(text: str) -> tuple[float, str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 from hvdtrain import data, launch, models
@@ -131,24 +132,39 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
     """Run `hvdtrain ARGUMENTS`, restart it as often as `--restarts` says, return the exit code.
 
     Only a failed rank causes a restart: errors that a user has to fix and requested stops do not.
+    After some time on fewer ranks the job saves, and starts again on all of them. If a rank fails
+    again then, it takes twice the time until the next such start.
 
     Raises:
         Interrupted, Preempted: if this process was requested to stop before it started the ranks.
     """
     restarts = config.restart_request
-    ranks, messages = config.ranks or 1, list[str]()
+    everybody = ranks = config.ranks or 1
+    messages: list[str] = []
     arguments = alert.without_command(arguments)
     folder = Path(config.run) if config.run else None
     if folder is None and restarts.most:
         folder = make_folder(config)
     launch_id, launched = secrets.token_hex(8), process_start()
-    fruitless = 0
-    for left in range(restarts.most, -1, -1):
-        environment = _environment(config, f"{launch_id}:{restarts.most - left}", messages)
+    fruitless, left, grow = 0, restarts.most, restarts.grow_seconds
+    for number in count():
+        environment = _environment(config, f"{launch_id}:{number}", messages)
         environment[LAUNCHED] = str(launched)
-        options = _more(config, folder, ranks, bool(messages))
+        options = _more(config, folder, ranks, number > 0)
         limit, before = start_patience(config), newest_checkpoint(folder)
-        ended = launch.supervise(ranks, [*arguments, *options], environment, stop, limit)
+        ended = launch.supervise(
+            ranks,
+            [*arguments, *options],
+            environment,
+            stop,
+            limit,
+            stop_after=grow if ranks < everybody else None,
+        )
+        if ended.was_due and ended.code == Preempted.exit_code and not stop.requested:
+            ranks, fruitless, grow = everybody, 0, 2 * grow
+            _say(f"starting again on {ranks} rank(s), after {grow / 2:g} s on fewer")
+            launched = since_boot()
+            continue
         messages.append(ended.message)
         fruitless = 0 if newest_checkpoint(folder) != before else fruitless + 1
         may_restart = ended.code == RankError.exit_code and left > 0 and not stop.requested
@@ -161,11 +177,11 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
             if may_restart:
                 _say(_why_not_again(fruitless, ended.message))
             break
-        ranks = max(ranks - 1, min(ranks, restarts.fewest_ranks or ranks))
+        ranks, left = max(ranks - 1, min(ranks, restarts.fewest_ranks or ranks)), left - 1
         wait = FIRST_WAIT_SECONDS * WAIT_GROWTH ** (fruitless - 1) if fruitless else 0.0
         when = f" in {wait:.0f} s, as no new checkpoint was saved" if wait else ""
         restart = f"restarting on {ranks} rank(s) from the last checkpoint of {folder}{when}"
-        _say(f"{restart}; {left - 1} restart(s) left")
+        _say(f"{restart}; {left} restart(s) left")
         _wait(wait, stop)
         launched = since_boot()
     return ended.code

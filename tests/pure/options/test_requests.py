@@ -49,6 +49,7 @@ def test_other_actions_are_refused(text: str) -> None:
 def test_restarts_are_a_number_and_perhaps_the_fewest_ranks() -> None:
     assert parse_restarts(3) == parse_restarts("3") == Restarts(3, None)
     assert parse_restarts("3,min-ranks=2") == Restarts(3, 2)
+    assert parse_restarts("3,min-ranks=2,grow-after=9.5") == Restarts(3, 2, 9.5)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "2,min-ranks=0", "2,2", "2:2", "2,"])

@@ -63,6 +63,26 @@ def test_a_job_that_loses_a_rank_goes_on_with_fewer_until_it_has_the_fewest(
     assert_each_sample_once(ledger, EPOCHS)
 
 
+@pytest.mark.proves(
+    "After a time on fewer ranks a job saves and starts again on all of them, and loses no sample."
+)
+@pytest.mark.proof
+def test_a_job_that_lost_a_rank_gets_it_back(small_set: Path, tmp_path: Path) -> None:
+    run, ledger, epochs = tmp_path / "run", tmp_path / "ledger.csv", 60
+    options = ["train", "--model", "cnn", "--data", small_set, "--ranks", 3, "--run", run]
+    options += ["--batch-size", 30, "--epochs", epochs, "--checkpoint-every", "40 steps"]
+    options += ["--ledger", ledger, "--restarts", "1,min-ranks=2,grow-after=1", "--eval-every", 0]
+    process = begin([str(option) for option in options], lambda: saves(run))
+    ranks_of(process)[-1].kill()
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    assert errors.count("was ended by signal 9") == 1
+    assert f"restarting on 2 rank(s) from the last checkpoint of {run}" in errors
+    assert "starting again on 3 rank(s), after 1 s on fewer" in errors
+    assert summary_of(run)["ranks"] == 3
+    assert_each_sample_once(ledger, epochs)
+
+
 def test_a_start_that_saves_is_told_from_one_that_does_not(tmp_path: Path) -> None:
     """Also if it saved the same step again that the earlier start had ended with."""
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -97,6 +117,10 @@ def test_what_the_user_has_to_fix_is_no_reason_to_start_again(
     [
         (("--restarts", "2,ranks=2"), "'ranks=2' is none of what it takes after a comma"),
         (("--restarts", "-1"), "--restarts -1 is not known: use N"),
+        (
+            ("--restarts", "2,grow-after=9"),
+            "--restarts 2,grow-after=9: grow-after needs min-ranks=M",
+        ),
     ],
 )
 def test_wrong_options_are_one_line(
