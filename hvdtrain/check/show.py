@@ -123,7 +123,7 @@ def _explained(
             solution = solve(question)
             candidate, reasons = solution.chosen, solution.reasons()
         else:
-            plan, _ = next(assigned_plans(question, 1, 1, config.objective), (None, 0.0))
+            plan = next(assigned_plans(question, 1, 1, config.objective), None)
             if plan is None:
                 raise UsageError(f"no plan that minimises {config.objective} fits into memory")
             candidate = play(question, plan, config.objective)

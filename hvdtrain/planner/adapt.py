@@ -47,6 +47,7 @@ class Drift:
         step_seconds: seconds per step.
         is_waiting: the ranks wait longer, for the network or for each other.
         is_uniform: all ranks, and the whole step, are slower or faster by about the same factor.
+        is_of_a_component: a component changed against the others of its rank.
     """
 
     cause: str
@@ -54,6 +55,7 @@ class Drift:
     step_seconds: float
     is_waiting: bool = False
     is_uniform: bool = False
+    is_of_a_component: bool = False
 
 
 @dataclass
@@ -65,6 +67,8 @@ class Watch:
         times: means over such steps: own seconds of each rank, the rest of the step, the step;
             since some kind of drift started.
         latest: the last of these means, with or without a drift.
+        changed: the component that changed most in the last comparison, its rank, and whether it
+            became slower; None if none did.
         evidence, lasted, seconds: for each kind of drift (rank slower, rank faster, all waiting),
             the evidence as in EVIDENCE, and the steps and seconds without a break.
     """
@@ -74,6 +78,7 @@ class Watch:
     latest: deque[NDArray[np.float64]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     base: NDArray[np.float64] | None = None
     unsettled: int = SETTLING
+    changed: tuple[int, str, bool] | None = None
     evidence: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     lasted: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     seconds: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
@@ -110,13 +115,22 @@ class Watch:
         return Drift(cause, tuple(now[:-2].tolist()), float(now[-1]), is_waiting=True)
 
     def change_of_a_component(self, ratios: Sequence[Mapping[str, float]]) -> Drift | None:
-        """Return the drift if a component's time changed against the others of its rank.
+        """Return the drift if a component changed against the others of its rank, twice in a row.
 
         Args:
-            ratios: see `changed_component`.
+            ratios: of the measured times to those of a profile that follows the steps, by rank.
         """
-        cause = changed_component(ratios)
-        return replace(self.as_they_are(cause), is_waiting=False) if cause else None
+        before, self.changed, change = self.changed, None, changed_component(ratios)
+        if change is None:
+            return None
+        rank, name, ratio = change
+        self.changed = rank, name, ratio > 1
+        if self.changed != before:
+            return None
+        self.changed = None
+        speed = f"{ratio:.2f}x slower" if ratio > 1 else f"{1 / ratio:.2f}x faster"
+        cause = f"{name} on rank {rank} is {speed}, beside its other components, than before"
+        return replace(self.as_they_are(cause), is_waiting=False, is_of_a_component=True)
 
     def restart(self) -> None:
         """Start a new base from the next steps."""
@@ -308,26 +322,23 @@ def compared(
     return ratios
 
 
-def changed_component(ratios: Sequence[Mapping[str, float]]) -> str:
-    """Return the component whose time changed most against the others of its rank, in words.
+def changed_component(ratios: Sequence[Mapping[str, float]]) -> tuple[int, str, float] | None:
+    """Return the rank and component whose time changed most against the others of its rank.
 
-    Empty if none has changed by the factor DRIFT.
-
-    Args:
-        ratios: of the measured times to those of a profile that followed the steps, by rank.
+    Returns:
+        With them the ratio to the median of the rank; None if no ratio differs by DRIFT from 1.
     """
     relative = [
         (rank, name, ratio)
-        for rank, rank_ratios in enumerate(map(_relative_ratios, ratios))
-        for name, ratio in rank_ratios.items()
+        for rank, rank_ratios in enumerate(ratios)
+        for name, ratio in _relative_ratios(rank_ratios, math.inf).items()
+        if ratio > 0
     ]
     if not relative:
-        return ""
-    rank, name, ratio = max(relative, key=lambda one: abs(math.log(one[2])))
-    if 1 / DRIFT <= ratio <= DRIFT:
-        return ""
-    speed = f"{ratio:.2f}x slower" if ratio > 1 else f"{1 / ratio:.2f}x faster"
-    return f"{name} on rank {rank} is {speed}, beside its other components, than before"
+        return None
+    # Of two components of a rank, each differs as much from their median.
+    most = max(relative, key=lambda one: (round(abs(math.log(one[2])), 6), ratios[one[0]][one[1]]))
+    return None if 1 / DRIFT <= most[2] <= DRIFT else most
 
 
 def following(
@@ -360,9 +371,10 @@ def _relative_ratios(
     ratios: Mapping[str, float], most: float = MOST_DIFFERENCE
 ) -> dict[str, float]:
     """Return the ratios of a rank relative to their median."""
-    if not ratios:
+    logs = [math.log(ratio) for ratio in ratios.values() if ratio > 0]
+    if not logs:
         return {}
-    median = statistics.median(ratios.values())
+    median = math.exp(statistics.median(logs))  # of two, as far from one as from the other
     return {name: min(most, max(1 / most, ratio / median)) for name, ratio in ratios.items()}
 
 

@@ -93,7 +93,7 @@ class Agreement:
 
 EXACT = Agreement()
 # Bytes that compressing and decompressing read and write, per byte of gradients: counted in
-# `hvdtrain/sync`, for hardware on which it cannot be measured.
+# `hvdtrain/sync`, for hardware on which it cannot be measured. Rounding is that to 16 bits.
 PASSES: Mapping[type[CompressRequest], tuple[float, float]] = {
     Rounded: (7.0, 4.5),
     TopK: (9.0, 2.0),

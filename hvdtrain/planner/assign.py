@@ -500,10 +500,8 @@ def assigned_plans(
     most: int,
     objective: str = STEP,
     below: float = math.inf,
-) -> Iterator[tuple[Plan, float]]:
+) -> Iterator[Plan]:
     """Yield the plans with the best estimates in which any component may have any ranks.
-
-    With each plan comes its estimate, or the value of the other objective.
 
     Args:
         microbatches: their number, which the paper's objectives do not have.
@@ -527,7 +525,7 @@ def assigned_plans(
         for group, run in groupby(range(len(one.groups)), key=one.groups.__getitem__):
             first, *_, last = 2 * list(run)
             runs.append((places[first], places[last + 1], groups[group]))
-        yield plan_of(question, runs, microbatches, SCHEDULE), one.seconds
+        yield plan_of(question, runs, microbatches, SCHEDULE)
 
 
 def _joined(prices: Prices, places: Sequence[int]) -> Prices:

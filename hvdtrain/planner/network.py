@@ -147,7 +147,7 @@ class Contention(NamedTuple):
 
 
 FREE = Contention()
-SLOW_LINK = 1.5  # a link is slow if it is this many times slower than the fastest
+SLOW_LINK = 2.0  # a link is slow if it is this many times slower than others of its kind
 
 
 class Network(Protocol):
@@ -167,7 +167,7 @@ class Network(Protocol):
 
     @property
     def breakpoints(self) -> Sequence[float]:
-        """Return the sizes in bytes between which the seconds of all operations are linear."""
+        """Return the sizes in bytes between which seconds are linear, but for slow links."""
 
     def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
         """Return the seconds of an all-reduce of `size` bytes over `ranks`."""
@@ -195,33 +195,48 @@ class MeasuredNetwork:
     contention: Contention = FREE
     slow_links: Mapping[tuple[int, int], Curve] = field(default_factory=dict)
 
-    def scaled(self, factor: float) -> "MeasuredNetwork":
-        """Return a network that is `factor` times slower."""
+    def scaled(self, factor: float, only: bool | None = None) -> "MeasuredNetwork":
+        """Return a network that is `factor` times slower.
+
+        Args:
+            only: whether what crosses hosts is slower, or what does not; None: all.
+        """
+        factors = {
+            crosses: factor if only in (None, crosses) else 1.0 for crosses in (True, False)
+        }
         return replace(
             self,
             all_reduce={
-                crosses: {number: curve.times(factor) for number, curve in curves.items()}
+                crosses: {number: c.times(factors[crosses]) for number, c in curves.items()}
                 for crosses, curves in self.all_reduce.items()
             },
-            hand_over={crosses: c.times(factor) for crosses, c in self.hand_over.items()},
+            hand_over={
+                crosses: curve.times(factors[crosses]) for crosses, curve in self.hand_over.items()
+            },
             slow_links={pair: c.times(factor) for pair, c in self.slow_links.items()},
         )
 
     def with_links(self, links: Mapping[tuple[int, int], Curve]) -> "MeasuredNetwork":
-        """Return the network as its links are now: all as slow as the fastest, some slower.
+        """Return the network as its links are now: most as before, or all slower, some more.
 
-        How slow a link is counts beside what was known of its kind.
+        How slow a link is counts beside what was known of its kind; so links are all between
+        hosts, or all within one. What differs little is noise.
 
         Args:
-            links: seconds by bytes, for each pair of ranks in ascending order.
+            links: seconds by bytes, for pairs of ranks in ascending order.
         """
-        size = max(curve.points[-1][0] for curve in links.values())
-        ratios = {
-            pair: curve(size) / self._usual_seconds(*pair, size) for pair, curve in links.items()
-        }
-        usual = min(ratios.values())
+        first = next(iter(links))
+        crosses = self.hosts[first[0]] != self.hosts[first[1]]
+        known = self.hand_over.get(crosses) or self.hand_over[not crosses]
+        size = min(known.points[-1][0], max(curve.points[-1][0] for curve in links.values()))
+        ratios = {pair: curve(size) / known(size) for pair, curve in links.items()}
+        # A quarter of the links are no slower than that.
+        usual = float(np.quantile(list(ratios.values()), 0.25, method="lower"))
         slow = {pair: links[pair] for pair, ratio in ratios.items() if ratio > SLOW_LINK * usual}
-        return replace(self.scaled(usual), slow_links=slow)
+        others = replace(self, slow_links={})
+        if not 1 / SLOW_LINK < usual < SLOW_LINK:
+            others = others.scaled(usual, crosses)
+        return replace(others, slow_links=slow)
 
     @property
     def has_unlike_links(self) -> bool:

@@ -268,32 +268,66 @@ def _transfer_curve(
     return Curve.of(sizes, seconds_by_size)
 
 
-def link_curves(world: World, exchange: Exchange) -> dict[tuple[int, int], Curve]:
-    """Measure transfers between each two ranks, both in ascending order. Collective.
+def link_curves(world: World, exchange: Exchange, largest: float) -> dict[tuple[int, int], Curve]:
+    """Measure transfers between each two hosts, or each two ranks of one host. Collective.
 
-    Pairs that share no rank are measured at the same time, as in the rounds of a tournament.
+    Hosts, or ranks, that are measured at the same time share no link: they meet as in the rounds
+    of a tournament.
+
+    Args:
+        largest: bytes of a transfer that matter.
 
     Returns:
-        The curve of each pair of ranks; the same on all ranks.
+        The curve of each pair of ranks in ascending order, on several hosts of those whose hosts
+        differ; the same on all ranks.
     """
-    places = world.size + world.size % 2  # with a place that nobody has, if their number is odd
+    hosts = world.gather(socket.gethostname())
+    several = len(set(hosts)) > 1
+    members = [
+        [rank for rank, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)
+    ]
+    players = [ranks[0] for ranks in members] if several else list(range(world.size))
+    sizes = [size for size in LINK_SIZES if size <= largest] or [LINK_SIZES[0]]
     measured: dict[tuple[int, int], Curve] = {}
-    for turn in range(places - 1):
-        other = (turn - world.rank) % (places - 1)
-        if world.rank == places - 1:  # stays; it meets the one who would meet itself
-            other = turn * (places // 2) % (places - 1)
-        elif other == world.rank:
-            other = places - 1
+    for pairs in rounds_of(len(players)):
         world.barrier()
-        if other < world.size:
-            is_first = world.rank < other
-            seconds = [
-                statistics.median(_trip_seconds(exchange, other, is_first, size, LEAST))
-                for size in LINK_SIZES
-            ]
-            if is_first:
-                measured[world.rank, other] = Curve.of(LINK_SIZES, seconds)
-    return dict(pair for found in world.gather(measured) for pair in found.items())
+        for first, second in ((players[a], players[b]) for a, b in pairs):
+            if world.rank in (first, second):
+                other = second if world.rank == first else first
+                seconds = [
+                    statistics.median(
+                        _trip_seconds(exchange, other, other == second, size, WARM_UP + LEAST)[
+                            WARM_UP:
+                        ]
+                    )
+                    for size in sizes
+                ]
+                measured[first, second] = Curve.of(sizes, seconds)
+    exchange.waits.clear()
+    found = dict(pair for one in world.gather(measured) for pair in one.items())
+    if not several:
+        return found
+    place = {ranks[0]: ranks for ranks in members}
+    return {
+        (min(one, other), max(one, other)): curve
+        for (first, second), curve in found.items()
+        for one in place[first]
+        for other in place[second]
+    }
+
+
+def rounds_of(players: int) -> list[list[tuple[int, int]]]:
+    """Return rounds in which each two players meet once, and none is in two pairs of a round."""
+    places = players + players % 2  # with a place that nobody has, if their number is odd
+    rounds = []
+    for turn in range(places - 1):
+        pairs = set()
+        for one in range(places - 1):
+            other = (turn - one) % (places - 1)
+            other = places - 1 if other == one else other  # the last place meets one who is left
+            pairs.add((min(one, other), max(one, other)))
+        rounds.append(sorted(pair for pair in pairs if pair[1] < players))
+    return rounds
 
 
 def broadcast_curve(world: World, sizes: Sequence[int]) -> Curve:

@@ -133,7 +133,7 @@ def candidates(question: Question) -> Iterator[Candidate]:
         if number > question.batch_size:
             continue
         below = fastest / ESTIMATED
-        for plan, _ in assigned_plans(question, number, most, below=below):
+        for plan in assigned_plans(question, number, most, below=below):
             candidate = play(question, plan, "mixed")
             if question.allows(plan) and not candidate.shortage(question.limits):
                 fastest = min(fastest, candidate.seconds)

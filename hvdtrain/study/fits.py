@@ -33,7 +33,7 @@ def seconds_of(data: str, seed: int, kinds: list[str]) -> list[list[float]]:
     for split, part in (("train", TRAINED), ("test", 1.0)):
         with open_split(index, split) as samples:
             whole = samples.gather(np.arange(int(part * len(samples))))
-        pixels = (whole.images / 255).astype(np.float32)
+        pixels = whole.images.astype(np.float32) / 255
         arrays.append((pixels, keras.utils.to_categorical(whole.labels, index.classes)))
     fits = []
     for kind in kinds:

@@ -74,6 +74,12 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> Estimate:
     return _of_logarithms(value, np.log(over), np.log(under))
 
 
+def growth(after: Sequence[Sequence[float]], before: Sequence[Sequence[float]]) -> Estimate:
+    """Return a ratio (of the medians of two samples) divided by another one; all are positive."""
+    over, under = (np.median(one) / np.median(two) for one, two in (after, before))
+    return _of_logarithms(float(over / under), *(np.log(one) for one in (*after, *before)))
+
+
 def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
     """Return the median of `first` minus that of `second`; the samples are not paired."""
     value = float(np.median(first)) - float(np.median(second))

@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from hvdtrain.plan.validate import prove
 from hvdtrain.planner.adapt import (
     ALIKE,
     LEAST_SECONDS,
-    MOST_DIFFERENCE,
     SETTLING,
     WINDOW,
     Decision,
@@ -38,6 +37,7 @@ from hvdtrain.planner.probe import link_curves
 from hvdtrain.planner.solve import Solution, lower_bound, solve
 
 PROFILE_STEPS = 50  # the components are compared with their predictions every 50 steps
+LARGEST_DIFFERENCE = 50.0  # of a component from its rank, if it lasts for a survey
 SAME_LAYOUT_SECONDS = 0.2  # a migration that moves no component: the loader restarts
 
 
@@ -50,6 +50,7 @@ class Replan:
     solution: Solution
     current_seconds: float  # predicted seconds per step under the current plan
     decision: Decision
+    keeps_base: bool = False  # whether ranks and network are as they were
 
 
 class Survey(NamedTuple):
@@ -80,6 +81,7 @@ class Adapter:
         steps_left: steps that the run still has to make.
         drift: what rank 0 has seen, and will replan for after a survey.
         survey: the survey that is under way, on all ranks.
+        timed: steps since the times of components were read.
     """
 
     session: Session
@@ -96,6 +98,7 @@ class Adapter:
     steps_left: int = 0
     drift: Drift | None = None
     survey: Survey | None = None
+    timed: int = 0
 
     @property
     def wants_change(self) -> bool:
@@ -119,25 +122,28 @@ class Adapter:
             The comparison, on rank 0, which then updates its profile; otherwise None.
         """
         self.followed += 1
+        self.timed += 1
         if self.followed == SETTLING:
-            self.migration.read_times()  # discards the first steps, which are not typical
+            self._read_times()  # discards the first steps, which are not typical
         survey = self.survey
         if self.followed != survey.end if survey else self.followed % PROFILE_STEPS:
             return None
-        step_times: list[StepTimes] = self.session.world.gather(self.migration.read_times())
+        step_times: list[StepTimes] = self.session.world.gather(self._read_times())
         self.survey = None
         if survey is not None and survey.includes_links:
             self._measure_links()
-        question, plan, drift = self.open_question, self.session.plan, self.drift
+        question, plan = self.open_question, self.session.plan
         if question is None:
             return None
-        most = math.inf if survey else MOST_DIFFERENCE
-        rank_ratios, self.question = followed(question, plan, step_times, most)
+        rank_ratios = compared(question, plan, [times.components for times in step_times])
         # The first comparison under a plan only corrects what was measured before training.
-        if drift is None and self.followed > PROFILE_STEPS:
-            drift = self.watch.change_of_a_component(rank_ratios)
-        if drift is not None:
-            self._start_replan(drift, self.question)
+        if survey is None and self.drift is None and self.followed > PROFILE_STEPS:
+            self.drift = self.watch.change_of_a_component(rank_ratios)
+        if survey is not None and self.drift is not None:
+            self.question = following(question, rank_ratios, LARGEST_DIFFERENCE)
+            self._start_replan(self.drift, self.question)
+        elif self.watch.changed is None and self.drift is None:
+            self.question = following(question, rank_ratios)
         if not self.expected_transfer:
             self.expected_transfer = play(question, plan, "current").spent_on(TRANSFER)
         pairs = zip(rank_ratios, step_times, self.expected_transfer, strict=True)
@@ -161,11 +167,12 @@ class Adapter:
         survey = None
         if self.drift is not None and self.survey is None:
             steps = math.ceil(LEAST_SECONDS / max(self.drift.step_seconds, 1e-9))
-            survey = Survey(self.followed + max(WINDOW, steps), self.drift.is_waiting)
+            steps = min(PROFILE_STEPS, max(WINDOW, steps))
+            survey = Survey(self.followed + steps, self.drift.is_waiting)
         is_pending, survey = self.session.world.broadcast((self.pending is not None, survey))
         if survey is not None:
             self.survey = survey
-            self.migration.read_times()  # discards the steps before the drift
+            self._read_times()  # discards the steps before the drift
         return not is_pending
 
     def schedule(self, cause: str) -> tuple[bool, list[dict[str, Any]]]:
@@ -175,22 +182,32 @@ class Adapter:
             Whether the plan changes now, and on rank 0 the decision to keep it.
         """
         world, kept = self.session.world, []
-        step_times: list[StepTimes] = world.gather(self.migration.read_times())
+        if not world.broadcast(self.open_question is not None):
+            return world.broadcast(self.pending is not None), []
+        is_known = self.timed >= WINDOW
+        step_times: list[StepTimes] = world.gather(self._read_times())
         self._measure_links()
         self.survey = self.drift = None
         question = self.open_question
         if question is not None:
-            _, question = followed(question, self.session.plan, step_times, MOST_DIFFERENCE)
+            if is_known:
+                components = [times.components for times in step_times]
+                question = following(question, compared(question, self.session.plan, components))
             self._replan(partial(self._decide, self.watch.as_they_are(cause), question))
             kept = self._take_replan()
         return world.broadcast(self.pending is not None), kept
+
+    def _read_times(self) -> StepTimes:
+        self.timed = 0
+        return self.migration.read_times()
 
     def _measure_links(self) -> None:
         """Measure which links between ranks are slower than others. Collective."""
         world = self.session.world
         if world.size < 3:  # there is one link
             return
-        links = link_curves(world, self.exchange)
+        largest = world.broadcast(self.question and transfer_bytes(self.question))
+        links = link_curves(world, self.exchange, largest)
         question = self.question
         if question is not None and isinstance(question.known.network, MeasuredNetwork):
             known = replace(question.known, network=question.known.network.with_links(links))
@@ -236,7 +253,8 @@ class Adapter:
         if replan.decision.change:
             self.pending = replan
             return []
-        self.watch.restart()
+        if not replan.keeps_base:
+            self.watch.restart()
         return [decision_record(replan)]
 
     def _replan(self, make_replan: Callable[[], Replan]) -> None:
@@ -265,7 +283,9 @@ class Adapter:
         )
         if decision.change:
             prove(chosen.plan, updated.batch_size, updated.known.is_synchronised)
-        return Replan(drift.cause, updated, solution, current, decision)
+        return Replan(
+            drift.cause, updated, solution, current, decision, keeps_base=drift.is_of_a_component
+        )
 
     def _decide_on_another(self, question: Question) -> Replan:
         """Return the fastest of the other plans, of another layout if there is any."""
@@ -330,7 +350,7 @@ class Adapter:
             self.building_seconds = max(0.0, seconds - moving)
         self.pending, self.followed, self.expected_transfer = None, 0, ()
         self.watch.restart()
-        self.migration.read_times()  # discards those of the old plan
+        self._read_times()  # discards those of the old plan
         if replan is None:
             return None
         return decision_record(replan) | {"change_seconds": seconds}
@@ -353,13 +373,6 @@ def decision_record(replan: Replan) -> dict[str, Any]:
     }
 
 
-def followed(
-    question: Question, plan: Plan, step_times: Sequence[StepTimes], most: float
-) -> tuple[list[dict[str, float]], Question]:
-    """Return the ratios of measured to predicted times by rank, and the question with them.
-
-    Args:
-        most: factor by which a component may deviate from the others of its rank.
-    """
-    ratios = compared(question, plan, [times.components for times in step_times])
-    return ratios, following(question, ratios, most)
+def transfer_bytes(question: Question) -> float:
+    """Return the bytes of the largest transfer between stages."""
+    return question.batch_size * max(cost.output_bytes for cost in question.known.costs)

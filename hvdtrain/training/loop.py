@@ -252,7 +252,8 @@ def _schedule(run: Run) -> None:
     assert run.adapter is not None
     epoch = run.progress.position // len(run.session.train_rows) + 1
     clock = Stopwatch(run.progress, "train_seconds", run.session.device)
-    with run.activity.doing("choosing the plan again"):
+    others_wait = run.session.world.rank > 0
+    with run.activity.doing("choosing the plan again", after_others=others_wait):
         changes, kept = run.adapter.schedule(f"epoch {epoch}")
     clock.count()
     for decision in kept:

@@ -258,6 +258,7 @@ class Saving:
         if best is not None and (folder / store.name_of(best["step"])).is_dir():
             store.mark_best(folder, store.name_of(best["step"]), best["metric"], best["value"])
         store.prune(folder, config.keep_checkpoints, newest=name)
+        self.shortage = ""
         with suppress(OSError):  # the checkpoint is committed: this is only a warning
             self.shortage = shortage(folder, name)
 

@@ -139,7 +139,7 @@ def test_the_links_of_one_rank_are_found_to_be_slow(world: World) -> None:
     cluster = replace(PRESETS["8-v100"], ranks=world.size, gbytes=1.0, latency_microseconds=1000.0)
     congested = replace(cluster, events=(Event(slows=LINKS, factor=20.0, ranks=(1,)),))
     exchange.hardware = Hardware.of_cluster(congested, world.rank, Clock(DILATION))
-    links = link_curves(world, exchange)
+    links = link_curves(world, exchange, LINK_SIZES[-1])
     every = {(first, second) for second in range(world.size) for first in range(second)}
     assert set(links) == every
     assert world.gather(links) == [links] * world.size

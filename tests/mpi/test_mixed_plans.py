@@ -42,7 +42,7 @@ def mixed_plans(
     plans = [
         plan
         for number in numbers
-        for plan, _ in assigned_plans(question, number, 40)
+        for plan in assigned_plans(question, number, 40)
         if any(
             first.ranks != then.ranks and set(first.ranks) & set(then.ranks)
             for first, then in pairwise(plan.stages)

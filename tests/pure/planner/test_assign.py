@@ -242,7 +242,7 @@ def test_many_ranks_are_in_equal_parts() -> None:
 
 def test_five_hundred_components_on_sixty_four_ranks_are_assigned() -> None:
     question = random_question(500, 64, 0, 256)
-    ((plan, _),) = assigned_plans(question, 4, 1)
+    (plan,) = assigned_plans(question, 4, 1)
     assert [name for stage in plan.stages for name in stage.components] == [
         *question.known.profile.names
     ]
@@ -252,8 +252,7 @@ def test_five_hundred_components_on_sixty_four_ranks_are_assigned() -> None:
 def test_the_plan_of_the_papers_objective_has_the_least_of_all() -> None:
     """The printed value of a plan and what is minimised are the same sum."""
     question = random_question(3, 2, 1, 64)
-    plan, value = next(assigned_plans(question, 1, 1, PAPER_DIVIDED))
-    assert paper_seconds(question, plan) == pytest.approx(value, rel=1e-12)
+    plan = next(assigned_plans(question, 1, 1, PAPER_DIVIDED))
     everything = [paper_seconds(question, other) for other in plans(question)]
     assert paper_seconds(question, plan) == pytest.approx(min(everything), rel=1e-12)
     assert paper_seconds(question, plan) < max(everything)

@@ -7,6 +7,7 @@ import pytest
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.divide import Tables
 from hvdtrain.planner.network import Curve, Line, MeasuredNetwork
+from hvdtrain.planner.probe import rounds_of
 from hvdtrain.planner.profile import Profile
 from tests.pure.planner.machines import component, known, network
 
@@ -78,3 +79,22 @@ def test_ranks_that_are_alike_on_unlike_links_have_times_of_their_own() -> None:
         behind, elsewhere = (tables.times_of(2, first, 1).passing[1, 2] for first in (1, 3))
         assert (behind > 2 * elsewhere) == is_slower
         assert (behind == elsewhere) != is_slower
+
+
+@pytest.mark.parametrize("players", [2, 3, 4, 5, 8, 64])
+def test_each_two_meet_once_and_nobody_twice_in_a_round(players: int) -> None:
+    rounds = rounds_of(players)
+    assert len(rounds) == players - 1 + players % 2
+    met = [pair for pairs in rounds for pair in pairs]
+    assert sorted(met) == [(one, two) for one in range(players) for two in range(one + 1, players)]
+    for pairs in rounds:
+        everybody = [one for pair in pairs for one in pair]
+        assert len(everybody) == len(set(everybody))
+
+
+def test_little_differences_are_noise() -> None:
+    """Two measurements of a link differ by half if ranks share cores."""
+    noisy = measured(r0r1=1.6, r0r2=0.7, r1r3=1.4)
+    assert not noisy.slow_links
+    assert noisy.send_seconds(0, 3, 10**6) == measured().send_seconds(0, 3, 10**6)
+    assert noisy.reduce_seconds((0, 1), 10**6) == measured().reduce_seconds((0, 1), 10**6)

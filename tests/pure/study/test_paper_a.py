@@ -119,8 +119,8 @@ def test_what_could_explain_the_saving_is_judged_by_its_interval() -> None:
         if line.startswith("| ")
     ][2:]
     assert [row[2] for row in rows] == [
-        *("not shown", "a part of it", "not shown"),
-        *("shown", "shown", "not shown"),
+        *("contradicted: too little", "a part of it", "contradicted: too little"),
+        *("shown", "shown", "contradicted: too little"),
         *("a part of it", "contradicted: it takes longer"),
     ]
     assert rows[1][1].startswith("+13.7 (")
