@@ -36,8 +36,8 @@ OWNERS = {
     },
     "h5py": {"data"},
     "safetensors": {"checkpoint.tensorfile"},
-    "tensorflow": {"doctor", "keras", "backends.tensorflow"},
-    "keras": {"doctor", "keras", "backends.tensorflow"},
+    "tensorflow": {"doctor", "keras", "backends.tensorflow", "study.fits"},
+    "keras": {"doctor", "keras", "backends.tensorflow", "study.fits"},
     "submitit": {"jobs.slurm"},
 }
 
