@@ -290,8 +290,8 @@ def test_a_rank_that_dies_or_stops_is_named_with_its_action(
     assert process.returncode == 4
     assert len(errors.splitlines()) == 1, errors
     assert "in step " in errors
-    actions = ("micro-batch", "reduction", "agreeing", "reading its samples", "starting")
-    actions += ("checkpoint", "evaluat")  # of the end of an epoch
+    actions = ["micro-batch", "reduction", "agreeing", "reading its samples", "starting"]
+    actions += ["checkpoint", "evaluat"]  # of the end of an epoch
     assert any(action in errors for action in actions), errors
     if how == signal.SIGKILL:
         assert "rank 1 on" in errors
