@@ -143,11 +143,6 @@ def factor_rank(rank: int, rows: int, columns: int) -> int:
     return min(rank, rows, columns)
 
 
-def padded(elements: int, replicas: int) -> int:
-    """Return the elements of a buffer that divides into one equal slice per replica."""
-    return elements + -elements % replicas
-
-
 def slice_length(form: str, elements: int, replicas: int) -> int:
     """Return the values of each replica's slice of a bucket that is rounded to 16 or 8 bits."""
     block = BLOCK if form == "int8" else 1

@@ -208,7 +208,8 @@ def of_predictions(predictions: Sequence[Prediction]) -> Iterator[Claim]:
         speed: Mapping[str, Mapping[int, float]] = one.speedups
 
         def claim(text: str, result: str, holds: bool, model: str = one.model) -> Claim:
-            return Claim(text, model, result, SHOWN if holds else CONTRADICTED, obtained)
+            agrees = "agrees" if holds else "disagrees"
+            return Claim(text, model, result, f"{NOT_SHOWN} (a prediction {agrees})", obtained)
 
         for (fast, slow), (text, sizes) in SIZED.items():
             least = next(size for name, size in sizes.items() if one.model.startswith(name))

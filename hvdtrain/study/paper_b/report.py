@@ -75,8 +75,8 @@ OBJECTIVE = (
 )
 CLAIMS = (
     "A row for each claim of the paper and each model. A claim is shown if the whole interval "
-    "agrees with it, contradicted if none of it does, and else not shown. Predictions have no "
-    "interval."
+    "agrees with it, contradicted if none of it does, and else not shown. A prediction has no "
+    "interval, and shows nothing."
 )
 HOLLOW: Any = {
     "linestyle": "none",

@@ -164,9 +164,9 @@ def test_a_gain_is_compared_between_models_of_a_family() -> None:
 def test_predictions_judge_claims_on_more_ranks_than_there_are() -> None:
     rows = {row.claim: row for row in of_predictions([predict("vit_b16")])}
     assert len(rows) == 6
-    assert rows[OVER_ONE].verdict == "shown"
+    assert rows[OVER_ONE].verdict == "not shown (a prediction agrees)"
     steady = rows["MP scales more steadily than DP"]
-    assert steady.verdict == "contradicted"
+    assert steady.verdict == "not shown (a prediction disagrees)"
     assert "predicted for up to 8 V100" in steady.obtained
 
 

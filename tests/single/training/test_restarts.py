@@ -63,11 +63,9 @@ def test_a_job_that_loses_a_rank_goes_on_with_fewer_until_it_has_the_fewest(
     assert_each_sample_once(ledger, EPOCHS)
 
 
-@pytest.mark.proves(
-    "After a time on fewer ranks a job saves and starts again on all of them, and loses no sample."
-)
+@pytest.mark.proves("A job that lost a rank starts on all ranks again later, and loses no sample.")
 @pytest.mark.proof
-def test_a_job_that_lost_a_rank_gets_it_back(small_set: Path, tmp_path: Path) -> None:
+def test_a_job_that_lost_a_rank_starts_on_all_ranks_again(small_set: Path, tmp_path: Path) -> None:
     run, ledger, epochs = tmp_path / "run", tmp_path / "ledger.csv", 60
     options = ["train", "--model", "cnn", "--data", small_set, "--ranks", 3, "--run", run]
     options += ["--batch-size", 30, "--epochs", epochs, "--checkpoint-every", "40 steps"]
