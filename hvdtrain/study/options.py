@@ -84,7 +84,7 @@ class PaperBOptions:
     timed_models: str = field(
         default="resnet50,vit_b16,resnet50@224,vit_b16@224",
         metadata=about(
-            "models to train for time and memory only, by the strategies of table I, or none",
+            "models to train for time and memory only, or none",
             metavar="NAME,...",
         ),
     )

@@ -232,7 +232,7 @@ def objective_lines(measured: Measured) -> str:
             seconds = median([run.step_seconds for run in measured.timed[same]]).value
             result = f"Measured (row {same}): {1e3 * seconds:.0f} ms."
         else:
-            result = "Not measured: this model is trained by the strategies of table I only."
+            result = "A plan of its own, which was not measured."
         lines.append(
             f"- {reading}: {'; '.join(where)}. The objective promises "
             f"{1e3 * optimum.seconds:.0f} ms per step. {result}"

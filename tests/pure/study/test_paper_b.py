@@ -203,14 +203,13 @@ def test_hours_are_those_of_the_papers_epochs() -> None:
 
 
 def test_an_optimum_of_its_own_is_measured_only_if_its_runs_were_made() -> None:
-    """A large model is trained by the strategies of table I only."""
     optima = {
         "as printed": Optimum({"a": (0,), "b": (0,)}, 1.0),
         "with divided work": Optimum({"a": (0, 1), "b": (0,)}, 0.5),
     }
     printed, divided = objective_lines(replace(measured(BASE, {}), optima=optima)).splitlines()
     assert "Measured (row single): 460 ms" in printed
-    assert "Not measured: this model is trained by the strategies of table I only." in divided
+    assert "A plan of its own, which was not measured." in divided
     run = measured(BASE | {"objective": [3.0]}, {})
     assert "Measured (row objective): 138 ms" in objective_lines(replace(run, optima=optima))
 
