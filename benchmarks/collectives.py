@@ -136,25 +136,26 @@ def main() -> None:
 def _rank(options: argparse.Namespace) -> None:
     """Measure all sizes under one algorithm; rank 0 prints the seconds by library and bytes.
 
-    MPI is measured first, because Horovod's thread communicates while it runs.
+    Horovod is measured last, because Horovod's thread communicates while it runs.
     """
+    import torch
+
     from hvdtrain.errors import UsageError
-    from hvdtrain.planner.probe import horovod_sum, started_mpi_sum
-    from hvdtrain.sync.collectives import MPICollectives, check_algorithm
+    from hvdtrain.planner.probe import horovod_sum, started_sum
+    from hvdtrain.sync.collectives import check_algorithm, open_group
 
     job = world.start(options.algorithms, threads=1)
     sizes = doublings(options.largest)
     measured = {}
+    everybody, cpu = tuple(range(job.size)), torch.device("cpu")
     try:
         check_algorithm(options.algorithms)
     except UsageError as reason:
         if job.rank == 0:
             print(f"not measured with MPI: {reason}", file=sys.stderr)
     else:
-        everybody = tuple(range(job.size))
-        world.communicator_among(everybody)
-        start = started_mpi_sum(MPICollectives(everybody, job.rank, "benchmark"))
-        measured["MPI"] = _sum_seconds(job, start, sizes)
+        group = open_group("mpi", everybody, job, cpu, "benchmark")
+        measured["MPI"] = _sum_seconds(job, started_sum(group("sums")), sizes)
     if all(job.gather(has_horovod())):
         # Horovod's cycle is that of models of up to 8 MiB: a longer one would delay small sums.
         measured["Horovod"] = _sum_seconds(job, horovod_sum(world.start_horovod(0)), sizes)

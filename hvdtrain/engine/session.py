@@ -334,6 +334,10 @@ class Session(ABC):
         """Return what this rank has counted since the start, by name, such as bytes sent."""
         return {}
 
+    def summed_by(self) -> str | None:
+        """Return the library that sums gradients, None if nothing is summed. Collective."""
+        return None
+
     @property
     def measures(self) -> tuple[str, ...]:
         """The names of what evaluations measure besides the loss."""

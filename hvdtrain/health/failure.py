@@ -32,13 +32,15 @@ from hvdtrain.errors import (
 )
 from hvdtrain.host import alert
 from hvdtrain.host.activity import START_FACTOR, stuck
-from hvdtrain.host.launchers import Launch, detect, torchrun
+from hvdtrain.host.launchers import TORCHRUN, Launch, detect
 from hvdtrain.world import activity_path, current, import_mpi
 
 # A rank that is not the first to fail waits this long and prints nothing, so that the message of
 # the first one is printed before the job ends.
 SECONDS_TO_BE_ENDED = 5.0
 SECONDS_TO_JOIN = 20
+# Texts of gloo about a rank that has gone. Its launcher names that rank and ends the others.
+LOST = ("connection closed by peer", "connection reset by peer")
 # Texts of the frameworks' out-of-memory errors, which have no class of their own on CPU and GPU.
 OUT_OF_MEMORY = (
     "can't allocate memory",
@@ -93,6 +95,8 @@ def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
     the alert itself.
     """
     launch = _detect_quietly()
+    if _is_lost(error):
+        time.sleep(SECONDS_TO_BE_ENDED)
     code, text = _verdict(error, launch)
     if _recorder is not None:
         first = launch.size == 1 or _is_first_to_fail(launch.job)
@@ -106,8 +110,9 @@ def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
         sys.exit(code)
     if launch.launcher == "srun" and not _is_mpi_running():
         _join_to_end(launch)
-    elif not first or not _is_mpi_running():
-        # Without MPI nothing ends the others. The first rank stays, so that no later one reports.
+    elif not first or not (_is_mpi_running() or launch.launcher == TORCHRUN):
+        # Without MPI nothing ends the others, but for torchrun, which does when the first one has
+        # ended. The first rank stays, so that no later one reports.
         time.sleep(SECONDS_TO_BE_ENDED)
     if _is_mpi_running():
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
@@ -144,6 +149,8 @@ def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
         is_late = error.errno == errno.EMFILE and not alone
         code = RankError.exit_code if is_late else UsageError.exit_code
         return code, f"hvdtrain: {name}{error.strerror}: {cure}"
+    if _is_lost(error):
+        return RankError.exit_code, f"hvdtrain: {where}: the connection to another rank is lost"
     message = str(error).lower()
     if isinstance(error, MemoryError) or any(words in message for words in OUT_OF_MEMORY):
         doing = "; ".join(getattr(error, "__notes__", []))
@@ -158,13 +165,16 @@ def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
     return code, heading + "".join(traceback.format_exception(error)).rstrip()
 
 
+def _is_lost(error: BaseException) -> bool:
+    """Return whether gloo raised this because another rank has gone."""
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in LOST)
+
+
 def _detect_quietly() -> Launch:
     """Return what `detect` does, also for a launch that `detect` refuses."""
     try:
         return detect(os.environ)
     except UsageError:
-        if (refused := torchrun(os.environ)) is not None:
-            return refused
         job = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", str(os.getppid()))
         rank, size = (int(os.environ.get(f"HOROVOD_{name}", n)) for name, n in _ALONE)
         return Launch("horovodrun", rank, size, job)

@@ -13,14 +13,15 @@ from pathlib import Path
 
 from hvdtrain.errors import UsageError
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")  # all four, in each process
+TORCHRUN = "torchrun"
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")  # all four, in each process
 
 
 @dataclass(frozen=True)
 class Launch:
     """The launcher of this process, and this rank's place in the job, from the environment."""
 
-    launcher: str  # "none", "mpirun", "srun" or "mpiexec"
+    launcher: str  # "none", "mpirun", "srun", "mpiexec" or "torchrun"
     rank: int
     size: int | None  # None if the launcher does not set it
     job: str  # the same for all ranks of the job, and different from any other job's
@@ -30,8 +31,7 @@ def detect(environment: Mapping[str, str]) -> Launch:
     """Return the launcher, detected by the environment variables that it sets.
 
     Raises:
-        UsageError: if Horovod runs on Gloo, or if torchrun started the process: in both cases
-            mpi4py would see worlds of one.
+        UsageError: if Horovod runs on Gloo: mpi4py would see worlds of one.
     """
     gloo = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environment or any(
@@ -46,8 +46,9 @@ def detect(environment: Mapping[str, str]) -> Launch:
         return _launch(environment, "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", job)
     # Some sites export MASTER_ADDR and others also under srun. Only torchrun sets the run id, and
     # users start it in the shell of `srun --pty` too.
-    if "TORCHELASTIC_RUN_ID" in environment:
-        _refuse_torchrun(environment)
+    by_torchrun = torchrun(environment)
+    if by_torchrun is not None and "TORCHELASTIC_RUN_ID" in environment:
+        return by_torchrun
     if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_STEP_ID" in environment:
         job = f"{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
         return _launch(environment, "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", job)
@@ -56,8 +57,7 @@ def detect(environment: Mapping[str, str]) -> Launch:
     if "PMIX_RANK" in environment:
         job = environment.get("PMIX_NAMESPACE", "")
         return Launch("mpirun", int(environment["PMIX_RANK"]), None, job)
-    _refuse_torchrun(environment)
-    return Launch("none", 0, 1, "")
+    return by_torchrun or Launch("none", 0, 1, "")
 
 
 def torchrun(environment: Mapping[str, str]) -> Launch | None:
@@ -65,21 +65,24 @@ def torchrun(environment: Mapping[str, str]) -> Launch | None:
 
     `accelerate launch` and the other launchers of torch.distributed set the same variables.
     """
-    rank, size, local_rank, address = (environment.get(name, "") for name in TORCHRUN)
+    rank, size, local_rank, address = (environment.get(name, "") for name in OF_TORCHRUN)
     if not (rank.isdigit() and size.isdigit() and local_rank and address) or int(size) == 1:
         return None
     job = f"{environment.get('TORCHELASTIC_RUN_ID', '')}-{environment.get('MASTER_PORT', '')}"
-    return Launch("torchrun", int(rank), int(size), job)
+    return Launch(TORCHRUN, int(rank), int(size), job)
 
 
-def _refuse_torchrun(environment: Mapping[str, str]) -> None:
-    if (launch := torchrun(environment)) is not None:
-        ranks = launch.size
-        raise UsageError(
-            f"torchrun or accelerate launch started {ranks} processes, which MPI does not "
-            f"connect, so each would train alone: use hvdtrain train --ranks {ranks}, "
-            f"horovodrun -np {ranks}, mpirun -np {ranks} or srun --mpi=pmix"
-        )
+def needs_mpi(what: str, ranks: int | None) -> UsageError:
+    """Return the error of something that ranks without MPI cannot do.
+
+    Args:
+        what: in the user's words.
+    """
+    return UsageError(
+        f"{what} needs MPI, and torchrun or accelerate launch started {ranks} processes without "
+        f"it: use hvdtrain train --ranks {ranks}, horovodrun -np {ranks}, mpirun -np {ranks} or "
+        "srun --mpi=pmix"
+    )
 
 
 def check_pmix(launch: Launch, environment: Mapping[str, str]) -> None:

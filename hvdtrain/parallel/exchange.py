@@ -63,7 +63,7 @@ class Exchange:
     """One rank's side of all transfers.
 
     Args:
-        communicator: of the world. It is duplicated, which is collective.
+        communicator: of the world, as of `World`. It is duplicated, which is collective.
         device: of the tensors. Tensors on a GPU are transferred through pinned host memory.
         synchronous: send with MPI_Issend, which completes only once the message is received: for
             tests, so that a schedule that depends on MPI's buffering deadlocks.
@@ -72,12 +72,8 @@ class Exchange:
         waits: those of the step that runs, or ran last.
     """
 
-    def __init__(
-        self, communicator: "MPI.Comm", device: torch.device, synchronous: bool = False
-    ) -> None:
-        from mpi4py import MPI  # a single rank works without mpi4py
-
-        self._mpi = MPI
+    def __init__(self, communicator: Any, device: torch.device, synchronous: bool = False) -> None:
+        self._mpi = self._library()
         self.communicator = communicator.Dup()
         self.device = device
         self.waits: list[Wait] = []
@@ -160,22 +156,32 @@ class Exchange:
         Collective: every rank of the world must call this, in the same order of calls.
         """
         if ranks not in self._groups:
-            inside = self.communicator.rank in ranks
-            color = 0 if inside else self._mpi.UNDEFINED
-            key = ranks.index(self.communicator.rank) if inside else 0
-            self._groups[ranks] = self.communicator.Split(color, key)
+            self._groups[ranks] = self._group_of(ranks)
         group = self._groups[ranks]
 
         def gather(tensor: Tensor) -> Tensor:
             start = mark(self.device)
             row = stage_out(tensor.contiguous())
             rows = torch.empty((len(ranks), *row.shape), dtype=row.dtype)
-            sent, received = ([self._memory(part), self._mpi.BYTE] for part in (row, rows))
-            wait_until(group.Iallgather(sent, received).Test)
+            wait_until(self._gather(group, row, rows).Test)
             self._transferred(start)
             return rows.to(tensor.device)
 
         return gather
+
+    def _library(self) -> Any:
+        from mpi4py import MPI  # a single rank works without mpi4py
+
+        return MPI
+
+    def _group_of(self, ranks: tuple[int, ...]) -> Any:
+        inside = self.communicator.rank in ranks
+        color = 0 if inside else self._mpi.UNDEFINED
+        key = ranks.index(self.communicator.rank) if inside else 0
+        return self.communicator.Split(color, key)
+
+    def _gather(self, group: Any, row: Tensor, rows: Tensor) -> Any:
+        return group.Iallgather(*([self._memory(part), self._mpi.BYTE] for part in (row, rows)))
 
     def gather_all(self, tensor: Tensor) -> Tensor:
         """Gather a tensor [k] of every rank as [ranks, k]; blocking and collective."""
@@ -224,6 +230,19 @@ class Exchange:
         """Release tensors whose sends are complete, in order; testing also progresses the rest."""
         while self._sending and self._sending[0][0].Test():
             self._sending.popleft()
+
+
+class Gathers(Exchange):
+    """The gathers of ranks that torchrun started: plans of one stage transfer no rows."""
+
+    def _library(self) -> Any:
+        return None
+
+    def _group_of(self, ranks: tuple[int, ...]) -> Any:
+        return self.communicator.split(ranks if self.communicator.rank in ranks else None)
+
+    def _gather(self, group: Any, row: Tensor, rows: Tensor) -> Any:
+        return group.Iallgather(*(part.view(torch.uint8).numpy() for part in (row, rows)))
 
 
 def _round_trip(comm: "MPI.Comm") -> tuple[float, float]:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import InputSize
 from hvdtrain.device import free_bytes, give_back, held_bytes
 from hvdtrain.host.process import return_freed_memory
-from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.models.costs import ComponentCost
+from hvdtrain.models.find import input_shape
 from hvdtrain.options.requests import Chosen
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import AUTOCAST, Images, StageModel
@@ -83,7 +84,7 @@ class Subject:
     config: TrainConfig
     parts: Parts
     costs: Sequence[ComponentCost]
-    image_size: int
+    image_size: InputSize
     images: Images
     loss: Callable[[Tensor], Tensor]
 
@@ -109,8 +110,9 @@ class Subject:
         """
         config, hosts = self.config, world.gather(socket.gethostname())
         places = ",".join(str(list(dict.fromkeys(hosts)).index(host)) for host in hosts)
-        library = reduction_library(config.reduce_with, world)
-        reduction = f"{config.allreduce}{' by MPI' if library == 'mpi' else ''}"
+        library = reduction_library(config.reduce_with, world, self.images.device)
+        by = {"horovod": "", "mpi": " by MPI", "torch": " by torch.distributed"}[library]
+        reduction = f"{config.allreduce}{by}"
         coded = f", compress {' '.join(self.methods)}" if self.methods else ""
         return (
             f"{model_words(config, self.costs, self.image_size)}, {config.batch_size} images, "
@@ -173,8 +175,9 @@ def local_times(
     config, images = subject.config, subject.images
     room = min(world.gather(spare_bytes(subject, world)))  # all ranks measure the same
     sizes = _fitting_sizes(subject, room, world.size)
-    largest, size = sizes[-1], subject.image_size
-    shape = (largest, size, size, IMAGE_CHANNELS)
+    channels, height, width = input_shape(subject.image_size)
+    largest = sizes[-1]
+    shape = (largest, height, width, channels)
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 
     def source(rows: int) -> Tensor:

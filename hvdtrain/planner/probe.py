@@ -15,7 +15,7 @@ from hvdtrain.device import now, read_later, stage_in, stage_out
 from hvdtrain.host.process import wait_until
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork
-from hvdtrain.sync.collectives import MPICollectives
+from hvdtrain.sync.collectives import Collectives
 from hvdtrain.world import World
 
 SIZES = tuple(4**power for power in range(1, 14))  # 4 bytes to 64 MiB
@@ -126,8 +126,8 @@ def horovod_sum(horovod: Any) -> Start:
     return start
 
 
-def started_mpi_sum(collectives: MPICollectives) -> Start:
-    """Return a function that starts MPI's non-blocking all-reduce, as --reduce-with mpi does."""
+def started_sum(collectives: Collectives) -> Start:
+    """Return a function that starts all-reduces as training does."""
 
     def start(tensor: torch.Tensor, _: str) -> Callable[[], bool]:
         handle = collectives.all_reduce(tensor, "probe")

@@ -1,21 +1,17 @@
-"""Collective operations among the replicas of a stage, by Horovod or by MPI alone.
+"""Collective operations among the replicas of a stage: by Horovod, MPI or torch.distributed.
 
-Every operation starts with a call that returns at once, and ends with `wait`. All replicas start
-the same operations by name, after `prepare` in any order.
-
-MPI's non-blocking operations of one communicator must start in the same order on all ranks, but a
-replica without samples starts its buckets in another order than the hooks of the others. Every
-name therefore has a communicator of its own.
+Every operation starts with a call that returns at once, and ends with `wait`. All replicas of a
+group start the same operations in the same order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
-from hvdtrain import device, world
+from hvdtrain import device as devices
 from hvdtrain import world as worlds
 from hvdtrain.errors import UsageError
 from hvdtrain.host.launchers import has_horovod
@@ -40,13 +36,6 @@ class Collectives(Protocol):
     place: int
     sent_bytes: float
     scale: float = 1.0
-
-    def prepare(self, names: Sequence[str]) -> None:
-        """Announce operations by name, in the same order on all replicas. Collective among them.
-
-        An operation that was not announced must start for the first time in the same order on all
-        replicas; afterwards, and after an announcement, the order may differ.
-        """
 
     def all_reduce(self, tensor: Tensor, name: str) -> Any:
         """Start to replace a tensor by its sum over the replicas; return a handle."""
@@ -76,6 +65,10 @@ class Collectives(Protocol):
         """Return the result of an operation once it has ended."""
 
 
+# Returns the operations for a purpose, whose names differ from those for all others.
+Group = Callable[[str], Collectives]
+
+
 class HorovodCollectives:
     """Horovod's operations on one of its process sets.
 
@@ -95,9 +88,6 @@ class HorovodCollectives:
         self.horovod, self.process_set, self.name = horovod, process_set, name
         self.size, self.place = len(ranks), sorted(ranks).index(rank)
         self.sent_bytes = 0.0
-
-    def prepare(self, names: Sequence[str]) -> None:
-        """Do nothing: Horovod agrees on the order of operations in every cycle."""
 
     def all_reduce(self, tensor: Tensor, name: str) -> Any:
         """Start a sum in place."""
@@ -150,9 +140,6 @@ class Alone:
 
     size, place, sent_bytes, scale = 1, 0, 0.0, 1.0
 
-    def prepare(self, names: Sequence[str]) -> None:
-        """Do nothing."""
-
     def all_reduce(self, tensor: Tensor, name: str) -> Tensor:
         """Return the tensor."""
         return tensor
@@ -198,24 +185,20 @@ class InFlight:
     """An operation in flight.
 
     Attributes:
-        request: MPI's.
+        is_over: returns whether the result is complete; a call also lets MPI continue its work.
         result: the tensor for the caller, on the device of the argument.
-        host: the memory of the result that MPI writes to; `result` itself on a CPU.
-        kept: other memory that MPI uses.
+        host: the memory of the result that the library writes to; `result` itself on a CPU.
+        kept: all else that the library uses.
     """
 
-    request: "MPI.Request"
+    is_over: Callable[[], bool]
     result: Tensor
     host: Tensor
     kept: list[Any] = field(default_factory=list)
 
-    def is_over(self) -> bool:
-        """Return whether the result is complete; a call also lets MPI continue its work."""
-        return bool(self.request.Test())
-
 
 class MPICollectives:
-    """MPI's non-blocking operations on communicators of the replicas.
+    """MPI's non-blocking operations on a communicator of the replicas.
 
     Tensors on a GPU pass through pinned host memory. Runs on GPUs did so with blocking copies; the
     copy back, which the next kernels of the stream wait for, has not run on a GPU.
@@ -230,53 +213,48 @@ class MPICollectives:
     scale = 1.0
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:
-        self.ranks, self.name = tuple(sorted(ranks)), name
-        self.size, self.place = len(self.ranks), self.ranks.index(rank)
+        self.size, self.place = len(ranks), sorted(ranks).index(rank)
         self.sent_bytes = 0.0
-        self._mpi = world.mpi()
-
-    def prepare(self, names: Sequence[str]) -> None:
-        """Make the communicators of operations. Collective among the replicas."""
-        for name in names:
-            self._communicator(name)
+        self._mpi = worlds.mpi()
+        self._communicator = worlds.communicator_for(tuple(ranks), name)
 
     def all_reduce(self, tensor: Tensor, name: str) -> InFlight:
         """Start a sum in place."""
         self.sent_bytes += traffic.Operation("all_reduce", tensor.nbytes).sent_bytes(self.size)
         host = _without_gaps(tensor)
-        request = self._communicator(name).Iallreduce(
+        request = self._communicator.Iallreduce(
             self._mpi.IN_PLACE, self._buffer(host), self._sum(host.dtype)
         )
-        return InFlight(request, tensor, host)
+        return InFlight(request.Test, tensor, host)
 
     def all_gather(self, tensor: Tensor, name: str) -> InFlight:
         """Start to gather the replicas' tensors, each as one row."""
         self.sent_bytes += traffic.Operation("all_gather", tensor.nbytes).sent_bytes(self.size)
         row = _without_gaps(tensor)
-        rows = device.new_host(tensor, (self.size, *row.shape))
-        request = self._communicator(name).Iallgather(_bytes(row), _bytes(rows))
-        result = device.new_target(rows, tensor)
-        return InFlight(request, result, rows, [row])
+        rows = devices.new_host(tensor, (self.size, *row.shape))
+        request = self._communicator.Iallgather(_bytes(row), _bytes(rows))
+        result = devices.new_target(rows, tensor)
+        return InFlight(request.Test, result, rows, [row])
 
     def reduce_scatter(self, tensor: Tensor, name: str) -> InFlight:
         """Start to sum, each replica for its slice."""
         self.sent_bytes += traffic.Operation("reduce_scatter", tensor.nbytes).sent_bytes(self.size)
         whole, length = _without_gaps(tensor), tensor.numel() // self.size
-        part = device.new_host(tensor, (length,))
-        request = self._communicator(name).Ireduce_scatter_block(
+        part = devices.new_host(tensor, (length,))
+        request = self._communicator.Ireduce_scatter_block(
             self._buffer(whole), self._buffer(part), self._sum(whole.dtype)
         )
-        result = device.new_target(part, tensor)
-        return InFlight(request, result, part, [whole])
+        result = devices.new_target(part, tensor)
+        return InFlight(request.Test, result, part, [whole])
 
     def all_to_all(self, tensor: Tensor, name: str) -> InFlight:
         """Start to send each replica its slice."""
         self.sent_bytes += traffic.Operation("all_to_all", tensor.nbytes).sent_bytes(self.size)
         whole = _without_gaps(tensor).view(self.size, -1)
-        rows = device.new_host(tensor, whole.shape)
-        request = self._communicator(name).Ialltoall(_bytes(whole), _bytes(rows))
-        result = device.new_target(rows, tensor)
-        return InFlight(request, result, rows, [whole])
+        rows = devices.new_host(tensor, whole.shape)
+        request = self._communicator.Ialltoall(_bytes(whole), _bytes(rows))
+        result = devices.new_target(rows, tensor)
+        return InFlight(request.Test, result, rows, [whole])
 
     def progress(self) -> None:
         """Enter the MPI library, which works on all operations in flight only inside of calls.
@@ -284,18 +262,15 @@ class MPICollectives:
         Backward calls this for each gradient. With cnn on 2 ranks that left 0.7 ms of a bucket
         exposed, a thread that made the same call every 0.5 ms left 12 ms, and neither 14 ms.
         """
-        communicator = world.current().communicator
+        communicator = worlds.current().communicator
         assert communicator is not None
         communicator.Iprobe()  # a question without effect
 
     def wait(self, handle: InFlight) -> Tensor:
         """Return the result of an operation; the wait leaves the core to others."""
         wait_until(handle.is_over)
-        device.stage_in(handle.host, handle.result)
+        devices.stage_in(handle.host, handle.result)
         return handle.result
-
-    def _communicator(self, name: str) -> "MPI.Comm":
-        return world.communicator_for(self.ranks, f"{self.name}.{name}")
 
     def _buffer(self, tensor: Tensor) -> list[Any]:
         """Return the memory of a contiguous tensor as numbers, for mpi4py."""
@@ -326,33 +301,160 @@ def _sum_of_halves(dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
 def _without_gaps(tensor: Tensor) -> Tensor:
     """Return the values of a contiguous tensor in memory of the host."""
     assert tensor.is_contiguous(), "MPI needs memory without gaps"
-    return device.stage_out(tensor)
+    return devices.stage_out(tensor)
 
 
 def _bytes(tensor: Tensor) -> list[Any]:
     """Return the memory of a contiguous tensor as bytes, for mpi4py."""
-    mpi = world.mpi()
+    mpi = worlds.mpi()
     return [mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), mpi.BYTE]
+
+
+NCCL, GLOO = "nccl", "gloo"
+
+
+class TorchCollectives:
+    """Operations of torch.distributed on one of its process groups.
+
+    NCCL takes tensors where they are, gloo in memory of the host. NCCL has not run here yet.
+
+    Args:
+        group: of the ranks, as `world.torch_group` returns it.
+    """
+
+    scale = 1.0
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.size, self.place = group, group.size(), group.rank()
+        self.sent_bytes, self._on_host = 0.0, group.name() == GLOO
+
+    def all_reduce(self, tensor: Tensor, name: str) -> InFlight:
+        """Start a sum in place."""
+        self.sent_bytes += Operation("all_reduce", tensor.nbytes).sent_bytes(self.size)
+        values = self._values(tensor)
+        work = distributed.all_reduce(values, group=self.group, async_op=True)
+        return InFlight(work.is_completed, tensor, values, [work])
+
+    def all_gather(self, tensor: Tensor, name: str) -> InFlight:
+        """Start to gather the replicas' tensors, each as one row."""
+        self.sent_bytes += Operation("all_gather", tensor.nbytes).sent_bytes(self.size)
+        row = self._values(tensor)
+        rows = self._empty(tensor, (self.size, *row.shape))
+        parts = list(_as_bytes(rows).view(self.size, -1))
+        work = distributed.all_gather(
+            parts, _as_bytes(row).view(-1), group=self.group, async_op=True
+        )
+        return self._in_flight(work, rows, tensor, row)
+
+    def reduce_scatter(self, tensor: Tensor, name: str) -> InFlight:
+        """Start to sum, each replica for its slice."""
+        whole, length = self._values(tensor), tensor.numel() // self.size
+        if self._on_host:  # gloo's own sums all slices, too, and does not tell when it is over
+            self.sent_bytes += Operation("all_reduce", tensor.nbytes).sent_bytes(self.size)
+            whole = whole.clone().view(-1)
+            work = distributed.all_reduce(whole, group=self.group, async_op=True)
+            return self._in_flight(work, whole[self.place * length :][:length], tensor, whole)
+        self.sent_bytes += Operation("reduce_scatter", tensor.nbytes).sent_bytes(self.size)
+        part = self._empty(tensor, (length,))
+        parts = list(whole.view(self.size, -1))
+        work = distributed.reduce_scatter(part, parts, group=self.group, async_op=True)
+        return self._in_flight(work, part, tensor, whole)
+
+    def all_to_all(self, tensor: Tensor, name: str) -> InFlight:
+        """Start to send each replica its slice."""
+        self.sent_bytes += Operation("all_to_all", tensor.nbytes).sent_bytes(self.size)
+        whole = self._values(tensor).view(self.size, -1)
+        rows = self._empty(tensor, whole.shape)
+        work = distributed.all_to_all_single(
+            _as_bytes(rows), _as_bytes(whole), group=self.group, async_op=True
+        )
+        return self._in_flight(work, rows, tensor, whole)
+
+    def progress(self) -> None:
+        """Do nothing: both libraries have threads, or the GPU, for it."""
+
+    def wait(self, handle: InFlight) -> Tensor:
+        """Return the result of an operation.
+
+        The wait for gloo leaves the core to others; for NCCL only the stream of the GPU waits.
+        """
+        if self._on_host:
+            wait_until(handle.is_over)
+        handle.kept[0].wait()  # raises what went wrong
+        if self._on_host:
+            devices.stage_in(handle.host, handle.result)
+        return handle.result
+
+    def _values(self, tensor: Tensor) -> Tensor:
+        return _without_gaps(tensor) if self._on_host else tensor
+
+    def _empty(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        return devices.new_host(like, shape) if self._on_host else like.new_empty(shape)
+
+    def _in_flight(self, work: Any, host: Tensor, like: Tensor, sent: Tensor) -> InFlight:
+        result = devices.new_target(host, like) if self._on_host else host
+        return InFlight(work.is_completed, result, host, [work, sent])
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor as bytes: gloo copies any dtype as bytes."""
+    return tensor.view(torch.uint8)
 
 
 NO_HIERARCHY = (
     "--allreduce hierarchical needs Horovod, since the all-reduces of --reduce-with mpi do not "
     "block: use --reduce-with horovod (hvdtrain setup installs it), or another --allreduce"
 )
-WITHOUT_HOROVOD = (
-    "Horovod is not installed on all ranks: MPI sums the gradients, as with --reduce-with mpi"
-)
+WITHOUT_HOROVOD = "Horovod is not installed on all ranks"
+SUMMED_BY: Mapping[Library, str] = {
+    "mpi": "MPI sums the gradients, as with --reduce-with mpi",
+    "torch": "torch.distributed sums the gradients, as with --reduce-with torch",
+}
 
 
-def reduction_library(requested: Library | None, world: World) -> Library:
+def reduction_library(requested: Library | None, world: World, device: torch.device) -> Library:
     """Return the library that sums gradients, the same on all ranks. Collective.
 
     Args:
-        requested: None for Horovod if all ranks have it, else MPI.
+        requested: None for Horovod if all ranks have it; else MPI, but on GPUs torch.distributed.
+        device: of this rank's gradients.
     """
+    if not world.has_mpi:
+        return "torch"
     if requested is not None:
         return requested
-    return "horovod" if all(world.gather(has_horovod())) else "mpi"
+    if not why_not_horovod(device, world):
+        return "horovod"
+    return "torch" if devices.is_gpu(device) else "mpi"
+
+
+def why_not_horovod(device: torch.device, world: World) -> str:
+    """Return why Horovod cannot sum gradients, the same on all ranks, or nothing. Collective.
+
+    Without NCCL its sum of tensors on a GPU would never end, and NCCL accepts one rank per GPU.
+    """
+    has_it, has_nccl = has_horovod(), True
+    if has_it and devices.is_gpu(device):
+        has_nccl = bool(worlds.horovod_module("torch", world.size).nccl_built())
+    everywhere = world.gather((has_it, has_nccl))
+    if not all(has_it for has_it, _ in everywhere):
+        return WITHOUT_HOROVOD
+    if not all(has_nccl for _, has_nccl in everywhere):
+        return "Horovod is built without NCCL, so it cannot sum on GPUs"
+    if shared := devices.ranks_on_one_gpu(world.gather(devices.place_of(device))):
+        return f"ranks {' and '.join(map(str, shared))} share a GPU, which NCCL does not accept"
+    return ""
+
+
+def check_horovod(device: torch.device, world: World) -> None:
+    """Refuse devices on which Horovod cannot sum. Collective.
+
+    Raises:
+        UsageError: with the reason, the same on all ranks.
+    """
+    if reason := why_not_horovod(device, world):
+        cure = "run hvdtrain setup" + (" --cuda" if devices.is_gpu(device) else "")
+        raise UsageError(f"{reason}: {cure}, or use --reduce-with torch")
 
 
 def check_algorithm(algorithm: str) -> None:
@@ -374,24 +476,39 @@ def check_algorithm(algorithm: str) -> None:
         )
 
 
-def remarks(requested: Library | None, world: World) -> list[str]:
+def remarks(requested: Library | None, world: World, device: torch.device) -> list[str]:
     """Return what a user should know about the library that sums gradients. Collective."""
-    if requested is not None or world.size == 1:
+    if requested is not None or world.size == 1 or not world.has_mpi:
         return []
-    return [] if reduction_library(requested, world) == "horovod" else [WITHOUT_HOROVOD]
-
-
-def open_group(library: Library, ranks: tuple[int, ...]) -> None:
-    """Make a group of ranks known to the library. Collective: all ranks of the world call it."""
+    library = reduction_library(requested, world, device)
     if library == "horovod":
-        worlds.process_set(ranks)
-    else:
-        worlds.communicator_among(ranks)
+        return []
+    return [f"{why_not_horovod(device, world)}: {SUMMED_BY[library]}"]
 
 
-def collectives_of(library: Library, ranks: tuple[int, ...], rank: int, name: str) -> Collectives:
-    """Return the collective operations of a group that is open."""
+def open_group(
+    library: Library, ranks: tuple[int, ...], world: World, device: torch.device, name: str
+) -> Group:
+    """Make a group of ranks known to the library. Collective: all ranks of the world call it.
+
+    Args:
+        name: the same on all ranks of the group, and different from every other group's.
+
+    Returns:
+        The operations of the group; ranks outside of it do not call it.
+    """
     if library == "horovod":
-        replicas = worlds.process_set(ranks)
-        return HorovodCollectives(worlds.horovod(), replicas, ranks, rank, name)
-    return MPICollectives(ranks, rank, name)
+        members = worlds.process_set(ranks)
+
+        def by_horovod(purpose: str) -> Collectives:
+            used = f"{name}.{purpose}"
+            return HorovodCollectives(worlds.horovod(), members, ranks, world.rank, used)
+
+        return by_horovod
+    if library == "torch":
+        shared = devices.ranks_on_one_gpu(world.gather(devices.place_of(device)))
+        has_nccl = devices.is_gpu(device) and not shared and distributed.is_nccl_available()
+        group = worlds.torch_group(ranks, name, NCCL if has_nccl else GLOO)
+        return lambda purpose: TorchCollectives(group)
+    worlds.communicator_among(ranks)
+    return lambda purpose: MPICollectives(ranks, world.rank, f"{name}.{purpose}")

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,12 +96,7 @@ class CompressedSums(Sums, abc.ABC):
         collectives: among the replicas.
         after: first steps, whose sums are exact. Steps that do not count, such as one with bad
             gradients, are not among them.
-
-    Attributes:
-        parts: ends of the names of the operations that sum a bucket.
     """
-
-    parts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, collectives: Collectives, after: int = 0) -> None:
         self.collectives, self.after, self.steps = collectives, after, 0
@@ -122,8 +117,6 @@ class CompressedSums(Sums, abc.ABC):
 
     def attach(self, buckets: Sequence[Bucket]) -> None:
         """Allocate a residual per bucket."""
-        names = [f"{bucket.name}.{part}" for bucket in buckets for part in self.parts]
-        self.collectives.prepare(names)
         self.residuals = {bucket.name: Residual(bucket) for bucket in buckets}
 
     def start(self, bucket: Bucket) -> Any:
@@ -261,8 +254,6 @@ class PowerSums(CompressedSums):
     Args:
         rank: columns of P and Q.
     """
-
-    parts = ("p", "q")
 
     def __init__(self, rank: int, collectives: Collectives, after: int = 0) -> None:
         super().__init__(collectives, after)
@@ -483,8 +474,6 @@ class RoundedSums(TwoPartSums):
         form: "fp16", "bf16" or "int8".
     """
 
-    parts = ("slices", "sums", "tail")
-
     def __init__(self, form: str, collectives: Collectives, after: int = 0) -> None:
         super().__init__(collectives, after)
         self.form = form
@@ -562,8 +551,6 @@ class TopKSums(TwoPartSums):
     Args:
         ratio: share of the values that each replica sends, rounded up per bucket.
     """
-
-    parts = ("largest", "tail")
 
     def __init__(self, ratio: float, collectives: Collectives, after: int = 0) -> None:
         super().__init__(collectives, after)

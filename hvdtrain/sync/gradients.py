@@ -3,10 +3,11 @@
 Each parameter's gradient is a view into a flat, contiguous bucket, so that a reduction needs no
 copy and works with any memory format. The loss of each micro-batch is divided by the number of
 samples of the whole batch, so that a Sum weights any split correctly. Hooks start a bucket during
-backward as soon as its gradients are complete; this changes the time only, not the result. The
-first announced backward starts no bucket: it shows whether autograd adds to a parameter's gradient
-more than once, as with reentrant checkpoints of a shared layer. If so, no bucket starts before
-backward has ended.
+backward as soon as its gradients, and those of the buckets before it, are complete: so all
+replicas start them in one order, one without samples, too. This changes the time only, not the
+result. The first announced backward starts no bucket: it shows whether autograd adds to a
+parameter's gradient more than once, as with reentrant checkpoints of a shared layer. If so, no
+bucket starts before backward has ended.
 
 Sums, and the optimizer's state, may be divided among the replicas (Rajbhandari et al., "ZeRO:
 Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, stage 1). A
@@ -244,7 +245,6 @@ class ReplicatedGradients(Gradients):
         sizes = [round(collectives.scale * parameter.nbytes) for _, parameter in backwards]
         groups = group_by_bytes(sizes, bucket_bytes, min(FIRST_BUCKET_BYTES, bucket_bytes))
         self.buckets = self._make_buckets([dict(backwards[k] for k in group) for group in groups])
-        collectives.prepare([bucket.name for bucket in self.buckets])
         self.sums.attach(self.buckets)
         self.tail = [view for bucket in self.buckets for view in bucket.tail]
         self.announced = False
@@ -366,10 +366,15 @@ class ReplicatedGradients(Gradients):
             )
         self.each_arrives_once &= place in bucket.missing
         bucket.missing.discard(place)
-        if not bucket.missing and self.first_is_over and self.each_arrives_once:
-            self._start(bucket)
-        elif self._is_under_way():
+        if self._is_under_way():
             self.progress()
+        if bucket.missing or not (self.first_is_over and self.each_arrives_once):
+            return
+        for one in self.buckets:
+            if one.missing or not one.parameters:
+                break
+            if one.handle is None:
+                self._start(one)
 
     def _start(self, bucket: Bucket) -> None:
         if not self._is_under_way():
@@ -507,8 +512,6 @@ class ShardedGradients(ReplicatedGradients):
         sums = SlicedSums(collectives)
         super().__init__(parameters, statistics, states, collectives, sums, bucket_bytes)
         process.return_freed_memory()  # that of the parameters before they became views
-        names = [f"{kind}.{name}" for kind in ("weights", "whole") for name in self.weights]
-        collectives.prepare([*names, "finite", "keys"])
 
     def _make_buckets(self, groups: Sequence[Mapping[str, nn.Parameter]]) -> list[Bucket]:
         buckets = [

@@ -151,7 +151,6 @@ class CopiedStates:
 
     def __init__(self, states: States, collectives: Collectives) -> None:
         self.states, self.collectives = states, collectives
-        collectives.prepare(["states"])
         self._copying: tuple[Tensor, Any] | None = None  # the bits, and the reduction in flight
 
     def start(self, share: Share) -> None:

@@ -14,13 +14,13 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hvdtrain import world
-from hvdtrain.device import check_horovod_on, is_gpu
+from hvdtrain.device import is_gpu
 from hvdtrain.engine.agreement import check_alike
 from hvdtrain.errors import UsageError
 from hvdtrain.models import weights
 from hvdtrain.models.component import is_dense
 from hvdtrain.options.requests import NO_COMPRESSION, parse_compress_request
-from hvdtrain.sync.collectives import open_group
+from hvdtrain.sync.collectives import check_horovod
 from hvdtrain.sync.states import fingerprint
 from hvdtrain.torch.gradients import Phase, Replica, settings
 from hvdtrain.torch.reduction import period_of
@@ -113,10 +113,9 @@ def prepare(
         other.meet()
     if state.place.size > 1:
         if state.engine == "horovod":
-            check_horovod_on(state.place.device, world.current())
+            check_horovod(state.place.device, world.current())
             gradient_bytes = sum(v.nbytes for v in model.parameters() if v.requires_grad)
             world.start_horovod(max(1, gradient_bytes), on_gpu=is_gpu(state.place.device))
-        open_group(state.engine, tuple(range(state.place.size)))
         leave_together_at_exit()
         _make_equal(model, optimizers, state, action)
     place, steps = _forget(model, state)

@@ -23,7 +23,7 @@ from hvdtrain.options.requests import (
     parse_sync_request,
 )
 from hvdtrain.plan.cut import Share
-from hvdtrain.sync.collectives import Alone, Collectives, collectives_of
+from hvdtrain.sync.collectives import Alone, Collectives, open_group
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients
 from hvdtrain.sync.local import LocalMeetings, Meetings, SampleCount
@@ -110,8 +110,7 @@ class Reduction(Kept):
         place = self.state.place
         collectives: Collectives = Alone()
         if place.size > 1:
-            everybody = tuple(range(place.size))
-            collectives = collectives_of(self.state.engine, everybody, place.rank, name)
+            collectives = _among_all(self.state, name, "sums")
         is_whole = not parameters or any(v.dtype == torch.float16 for v in parameters.values())
         request = NO_COMPRESSION if is_whole else self.compression
         sums = make_sums(request, collectives)
@@ -227,6 +226,12 @@ def reduction_of(
     return reduction
 
 
+def _among_all(state: State, name: str, purpose: str) -> Collectives:
+    """Return the operations of all ranks. Collective."""
+    everybody = tuple(range(state.place.size))
+    return open_group(state.engine, everybody, state.world, state.place.device, name)(purpose)
+
+
 def _group_of(value: Tensor, groups: Iterable[Group]) -> Group:
     """Return the group with which a statistic travels, in its precision: halves count to 2048."""
     least = torch.float64 if value.dtype == torch.float64 else torch.float32
@@ -262,10 +267,7 @@ class LocalReduction(Reduction):
         super().__init__(number, parameters, others, state, NO_COMPRESSION)
         self.optimizer, self.trained = optimizer, SampleCount()
         self.share = Share(0.0, False)
-        everybody = tuple(range(state.place.size))
-        collectives = collectives_of(
-            state.engine, everybody, state.place.rank, f"model{number}.meetings"
-        )
+        collectives = _among_all(state, f"model{number}", "meetings")
         states = States(self.states, self._put)
         named = {name.replace(COMPILED, ""): value for name, value in parameters.items()}
         replica = Replica(named, statistics, states, optimizer, self._complete)

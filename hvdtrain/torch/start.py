@@ -285,8 +285,8 @@ def start(
         allreduce: "ring" requests the ring algorithm of the MPI library, "auto" lets it choose.
         device: "cpu" or "cuda"; default: the rank's GPU if there is one.
         stall_timeout: seconds to wait for the other ranks before the job ends.
-        reduce_with: "horovod" or "mpi", which sums gradients; default: Horovod if all ranks have
-            it, else MPI.
+        reduce_with: "horovod", "mpi" or "torch" (torch.distributed), which sums gradients;
+            default: Horovod if all ranks have it, else MPI, and on GPUs torch.distributed.
 
     Raises:
         UsageError: if MPI is missing, there is no such device, or the launcher does not
@@ -302,12 +302,12 @@ def start(
     try:
         joined = world.current()
     except RuntimeError:
-        joined = world.start(allreduce, threads)
+        joined = world.start(allreduce, threads, by_torch=True)
     torch.set_num_threads(joined.threads)
     chosen = choose_device(device, joined, "device")
     place = Rank(joined.rank, joined.size, joined.local_rank, joined.local_size, chosen)
-    library = reduction_library(reduce_with, joined) if joined.size > 1 else "mpi"
-    notes = remarks(reduce_with, joined)
+    library = reduction_library(reduce_with, joined, chosen) if joined.size > 1 else "mpi"
+    notes = remarks(reduce_with, joined, chosen)
     _state = State(joined, place, Agreement(joined, SAME_CALLS, stall_timeout), library)
     for note in notes:
         _state.remark(note)

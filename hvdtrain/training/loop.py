@@ -35,6 +35,7 @@ from hvdtrain.health import failure
 from hvdtrain.health.stragglers import Stragglers, Trends, groups_of_equal_work
 from hvdtrain.host import output
 from hvdtrain.host.activity import Activity
+from hvdtrain.host.launchers import needs_mpi
 from hvdtrain.host.ownership import LAUNCHED, process_start, since_boot
 from hvdtrain.host.process import StopRequest
 from hvdtrain.options.givenmodel import SEAMS
@@ -106,7 +107,7 @@ def train(
     with nullcontext(stop) if stop else StopRequest() as stop:
         clock = StartClock()
         clock.mark("python")
-        world = start_world(config.allreduce, config.threads, config.bind)
+        world = start_world(config.allreduce, config.threads, config.bind, by_torch=True)
         ended: list[Activity] = []
         # Registered first, so that it is called after what the model's code registers.
         atexit.register(_note_the_end, ended)
@@ -470,6 +471,8 @@ def open_session(config: TrainConfig, world: World, mark: Callable[[str], None])
         UsageError, DataError: if the options or the data are invalid.
     """
     if config.framework == "tensorflow":
+        if not world.has_mpi:
+            raise needs_mpi("--framework tensorflow", world.size)
         # Hides TensorFlow's remarks on processors and plug-ins; errors come as exceptions.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if find_spec("tensorflow") is None:

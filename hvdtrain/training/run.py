@@ -28,7 +28,7 @@ from hvdtrain.checkpoint.restore import (
 )
 from hvdtrain.checkpoint.store import Saver
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.index import Index, Resize
+from hvdtrain.data.index import Index, InputSize, Resize
 from hvdtrain.engine.feed import READING, Normalisation
 from hvdtrain.engine.folders import RunFolder
 from hvdtrain.engine.progress import LOSS_SCALE, Agreed, Control, Progress, Stopwatch
@@ -328,7 +328,8 @@ class Inputs:
         resize: how image files get their size; None for a data set of pixels.
         class_names: by class; none for targets that are not class labels.
         outputs: of a model without classes.
-        mean, std: per channel, of pixels in 0..1, to normalise by.
+        mean, std: per channel, of numbers / UNIT, to normalise by.
+        shape: (channels, height, width) of inputs that are not square images of three channels.
     """
 
     image_size: int
@@ -338,6 +339,15 @@ class Inputs:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     outputs: int = 0
+    shape: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> InputSize:
+        """The size of inputs, as a model's function gets it."""
+        if not self.shape:
+            return self.image_size
+        channels, height, width = self.shape
+        return channels, height, width
 
     @property
     def classes(self) -> int:
@@ -348,8 +358,10 @@ class Inputs:
 def inputs_of(index: Index, normalisation: Normalisation) -> Inputs:
     """Return what the model of a run on a data set takes."""
     mean, std = normalisation
+    size = index.input_size
     return Inputs(
         image_size=index.image_shape[0],
+        shape=size if isinstance(size, tuple) else (),
         stored_size=min(index.stored_shape[:2]),
         resize=index.resize,
         class_names=index.class_names,
@@ -378,7 +390,8 @@ def load_inputs(run: Path) -> Inputs | None:
     inputs = records.read(run / INPUTS, Inputs)
     if inputs is not None:
         sizes = inputs.image_size, inputs.stored_size
-        has_channels = len(inputs.mean) == len(inputs.std) == 3 and min(inputs.std) > 0
+        channels = inputs.shape[0] if len(inputs.shape) == 3 else 3
+        has_channels = len(inputs.mean) == len(inputs.std) == channels and min(inputs.std) > 0
         is_resized = inputs.resize in (None, *get_args(Resize))
         if not (0 < min(sizes) <= max(sizes) <= LARGEST_SIZE and has_channels and is_resized):
             raise DataError(f"{run / INPUTS} has a value that is out of range: restore it")

@@ -116,7 +116,7 @@ def _check_plan(config: TrainConfig) -> None:
     if isinstance(config.plan_request, Chosen):
         check_choice(config, components)
         return
-    plan = make_plan(config, components, index.image_shape[0], config.ranks or 1)
+    plan = make_plan(config, components, index.input_size, config.ranks or 1)
     rows, _ = order.holdout(index.splits["train"].count, config.holdout, index.hash, config.seed)
     check_batches(config, plan, components, boundaries, len(rows))
 

@@ -193,7 +193,8 @@ def _agreement(run: Run) -> dict[str, Any]:
     means = {name: _over_ranks(name, counted) for name in names}
     per_step = {"sent_bytes_per_step": means.pop("sent_bytes", 0.0) / steps}
     config = session.config
-    return {"sync": config.sync, "compress": config.compress} | per_step | means
+    how = {"sync": config.sync, "compress": config.compress, "library": session.summed_by()}
+    return how | per_step | means
 
 
 def _over_ranks(name: str, counted: Sequence[Mapping[str, float]]) -> float:
@@ -344,7 +345,8 @@ class StepLog:
                 ranks=ranks,
             )
             for straggler in run.stragglers.look(vitals):
-                run.journal.report(self.step, "straggler", str(straggler))
+                text = f"{straggler}{counters.crowd()}"
+                run.journal.report(self.step, "straggler", text)
             passed = seconds(now - self.window_start)
             for cause, message in run.trends.look(samples, passed, vitals).items():
                 run.journal.report(self.step, cause, message)

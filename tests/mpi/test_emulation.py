@@ -81,7 +81,6 @@ def summed(
     communicator_among(everybody)
     real = MPICollectives(everybody, world.rank, f"emulated{gbytes}.{lag}")
     collectives = DelayedCollectives(real, everybody, hardware, SCALE)
-    collectives.prepare(["sum"])
     values = torch.full((ROWS,), float(world.rank + 1))
     world.barrier()
     start = time.perf_counter()
@@ -118,7 +117,6 @@ def test_operations_of_a_group_follow_one_another(world: World) -> None:
     communicator_among(everybody)
     real = MPICollectives(everybody, world.rank, "emulated.row")
     collectives = DelayedCollectives(real, everybody, hardware, SCALE)
-    collectives.prepare(["first", "second"])
     world.barrier()
     start = time.perf_counter()
     handles = [collectives.all_reduce(torch.ones(ROWS), name) for name in ("first", "second")]

@@ -11,6 +11,7 @@ from hvdtrain.backends.pytorch import build
 from hvdtrain.check.parity import Parity
 from hvdtrain.check.plan import check_plan
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import InputSize
 from hvdtrain.models.component import Component
 from hvdtrain.models.losses import Loss
 from hvdtrain.world import World
@@ -42,12 +43,18 @@ def cubic(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).abs().pow(3).mean(1) * (1 + targets.sum(1))
 
 
-def check(world: World, plan: str, loss: object, components: list[Component]) -> Parity:
+def check(
+    world: World,
+    plan: str,
+    loss: object,
+    components: list[Component],
+    size: InputSize = SIZE,
+) -> Parity:
     made = replace(PLANS[world.size][plan](names(components)), microbatches=3)
     config = TrainConfig(
         model="cnn", data="", precision="fp64", batch_size=BATCH, seed=3, loss=loss
     )
-    return check_plan(config, components, made, SIZE, CLASSES, world, (BATCH, TAIL))
+    return check_plan(config, components, made, size, CLASSES, world, (BATCH, TAIL))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -70,6 +77,12 @@ def test_regression(world: World, plan: str, loss: object) -> None:
 @pytest.mark.parametrize("loss", ["pixel-cross-entropy", "mse"])
 def test_pixels(world: World, plan: str, loss: str) -> None:
     assert check(world, plan, loss, FIELD).largest <= 1e-12
+
+
+def test_inputs_of_another_shape(world: World, plan: str) -> None:
+    channels, height, width = 2, 6, 10
+    field = [Component("stem", partial(conv, channels, 8)), *FIELD[1:]]
+    assert check(world, plan, "mse", field, (channels, height, width)).largest <= 1e-12
 
 
 @pytest.mark.several_ranks

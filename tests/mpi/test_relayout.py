@@ -68,7 +68,7 @@ def test_bytes_sent_before_a_change_are_still_counted(world: World) -> None:
     state = TorchState(
         plan=before, shapes=tensor_shapes(components), runtime=runtime, config=ADAM, world=world
     )
-    image: Any = SimpleNamespace(image_shape=(IMAGE_SIZE,))
+    image: Any = SimpleNamespace(input_size=IMAGE_SIZE)
     migration = TorchMigration(
         question=None,
         building_seconds=0.0,

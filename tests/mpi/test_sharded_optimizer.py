@@ -27,7 +27,7 @@ from hvdtrain.sync.states import States
 from hvdtrain.world import World, communicator_among
 from tests.mpi.common import components_of, names, run_step, runtime_of, whole_state
 from tests.mpi.plans import PLANS
-from tests.mpi.test_mpi_sums import SIZE, parity_of, replicated_plans
+from tests.mpi.test_sums import SIZE, parity_of, replicated_plans
 
 ADAM = TrainConfig(
     model="own", data="", precision="fp64", optimizer="adam", lr=0.01, reduce_with="mpi"

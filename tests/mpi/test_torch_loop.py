@@ -152,10 +152,11 @@ def test_every_gradient_and_weight_is_that_of_the_serial_loop(world: World, name
     assert worst(together(case, 5), serial(case, 5)) <= BOUND
 
 
-def test_mpi_sums_the_same_gradients_without_horovod(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("library", ["mpi", "torch"])
+def test_the_same_gradients_without_horovod(
+    world: World, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
-    monkeypatch.setattr(current(), "engine", "mpi")
+    monkeypatch.setattr(current(), "engine", library)
     case = CASES["a last batch of one sample"]
     assert worst(together(case, 5), serial(case, 5)) <= BOUND
 

@@ -40,20 +40,28 @@ from tests.single.training.jobs import (
 LONG = ("--model", "cnn", "--batch-size", "10", "--epochs", "100000", "--log-every", "1")
 
 
-@pytest.mark.proves("The same command trains under `--ranks`, `mpirun`, `horovodrun` and `srun`.")
-@pytest.mark.parametrize("start", ["own", "mpirun", "horovodrun"])
+TORCHRUN = ("torchrun", "--no-python", "--nproc-per-node", "2", "--")
+
+
+@pytest.mark.proves(
+    "The same command trains under `--ranks`, `mpirun`, `horovodrun`, `torchrun` and `srun`."
+)
+@pytest.mark.parametrize("start", ["own", "mpirun", "horovodrun", "torchrun"])
 def test_every_launcher_trains_the_same_run(
     hvdtrain: Program, small_set: Path, tmp_path: Path, start: str
 ) -> None:
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
     options = ["train", "--model", "cnn", "--epochs", 2, "--batch-size", 50, "--data", small_set]
     options += ["--run", run, "--ledger", ledger]
-    ranks = {"own": 2, "mpirun": 3, "horovodrun": 4}[start]
+    ranks = {"own": 2, "mpirun": 3, "horovodrun": 4, "torchrun": 2}[start]
     launcher: tuple[str, ...] = ()
     if start == "own":
         options += ["--ranks", ranks]
     else:
         launcher = (start, "-np", str(ranks))  # as typed, whatever the number of cores
+        if start == "torchrun":
+            launcher = TORCHRUN
+            options += ["--clip-norm", 1, "--batch-norm", "sync", "--checkpoint-every", "5 steps"]
         if start == "mpirun" and own_mpirun() is None:  # a site's Open MPI needs options
             launcher = tuple(mpirun(ranks))
     done = hvdtrain(*options, launcher=launcher)
@@ -346,23 +354,42 @@ def test_horovodrun_on_gloo_is_refused_in_one_line(hvdtrain: Program, small_set:
     assert (done.stdout + done.stderr).count("hvdtrain needs MPI") == 1
 
 
-def test_torchrun_is_refused_in_one_line_by_one_process(small_set: Path, tmp_path: Path) -> None:
-    """Each of its processes would train alone, without a warning."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    # Without --run, which torchrun would read as an abbreviation of its own --run-path.
-    done = subprocess.run(
-        [*torchrun, "hvdtrain", "train", "--model", "cnn", "--data", str(small_set)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=program_environment(),
-    )
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("--plan", "mp"), "--plan mp, which has 2 stages, needs MPI"),
+        (("--plan", "auto"), "--plan auto needs MPI"),
+        (("--sync", "server"), "--sync server needs MPI"),
+        (("--reduce-with", "mpi"), "--reduce-with mpi needs MPI"),
+    ],
+)
+def test_a_failure_under_torchrun_is_one_line(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, options: tuple[str, ...], what: str
+) -> None:
+    """MPI does not connect its ranks."""
+    command = ("train", "--model", "cnn", "--data", small_set, "--run", tmp_path / "run")
+    done = hvdtrain(*command, *options, launcher=TORCHRUN)
+    assert done.returncode == 1, "torchrun's own"
     assert "exitcode  : 2" in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
-    assert len(lines) == 1, done.stderr
-    assert "torchrun or accelerate launch started 2 processes" in lines[0]
-    assert not (tmp_path / "runs").exists()
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
+    assert line.startswith(f"hvdtrain: {what}")
+
+
+def test_a_rank_that_is_killed_ends_the_job_of_torchrun_which_resumes(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    command = ["train", "--model", "cnn", "--data", small_set, "--run", tmp_path / "run"]
+    command += ["--epochs", 2, "--checkpoint-every", "3 steps"]
+    done = hvdtrain(*command, "--inject", "kill step=8 rank=1", launcher=TORCHRUN)
+    assert done.returncode == 1
+    assert "exitcode  : -9" in done.stderr
+    done = hvdtrain(*command, "--resume", launcher=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step " in done.stdout
+    whole = hvdtrain(*command[:6], tmp_path / "whole", *command[7:], "--ranks", 2)
+    assert whole.returncode == 0, whole.stderr
+    hashes = {summary_of(tmp_path / name)["weights_sha256"] for name in ("run", "whole")}
+    assert len(hashes) == 1
 
 
 @pytest.mark.proves("A launcher that starts worlds of one rank is refused in one line.")

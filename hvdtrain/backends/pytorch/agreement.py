@@ -1,13 +1,13 @@
 """Gradients and meetings of the replicas of each stage, as the options request them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 
 from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
-from hvdtrain.device import check_horovod_on, is_gpu
+from hvdtrain.device import is_gpu
 from hvdtrain.engine.machine import machine_of
 from hvdtrain.options.requests import (
     NO_COMPRESSION,
@@ -19,14 +19,14 @@ from hvdtrain.options.requests import (
     Local,
     Server,
 )
-from hvdtrain.options.sections import Library
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.collectives import (
     Alone,
     Collectives,
+    Group,
     check_algorithm,
-    collectives_of,
+    check_horovod,
     open_group,
     reduction_library,
 )
@@ -48,9 +48,6 @@ from hvdtrain.sync.local import (
 )
 from hvdtrain.sync.states import Replica, States
 from hvdtrain.world import World, start_horovod
-
-# Returns collective operations for a purpose, which makes their names differ from all others.
-Group = Callable[[str], Collectives]
 
 
 def agreement_remarks(config: TrainConfig, plan: Plan) -> list[str]:
@@ -83,29 +80,25 @@ def open_groups(
     """
     groups: dict[int, Group] = {}
     replicated = [stage.ranks for stage in plan.stages if len(stage.ranks) > 1]
-    library = reduction_library(config.reduce_with, world) if replicated else "mpi"
+    library = reduction_library(config.reduce_with, world, device) if replicated else "mpi"
     if replicated and library == "mpi":
         check_algorithm(config.allreduce)
     if replicated and library == "horovod":
-        check_horovod_on(device, world)
+        check_horovod(device, world)
         _start_horovod(models, replicated, world, is_gpu(device))
     for number, stage in enumerate(plan.stages):
+        is_held = number in models and bool(models[number].tensors())
         if len(stage.ranks) > 1:
-            open_group(library, stage.ranks)
-        if number not in models or not models[number].tensors():
-            continue
-        if len(stage.ranks) > 1:
-            groups[number] = partial(_operations, library, stage.ranks, world, number)
-        elif config.compress_request != NO_COMPRESSION:
+            group = open_group(library, stage.ranks, world, device, f"stage{number}")
+            if is_held:
+                groups[number] = partial(_operations, group, stage.ranks, world)
+        elif is_held and config.compress_request != NO_COMPRESSION:
             groups[number] = lambda purpose: Alone()
     return groups
 
 
-def _operations(
-    library: Library, ranks: tuple[int, ...], world: World, stage: int, purpose: str
-) -> Collectives:
-    operations = collectives_of(library, ranks, world.rank, f"stage{stage}.{purpose}")
-    return machine_of(world).collectives(operations, ranks)
+def _operations(group: Group, ranks: tuple[int, ...], world: World, purpose: str) -> Collectives:
+    return machine_of(world).collectives(group(purpose), ranks)
 
 
 def _start_horovod(

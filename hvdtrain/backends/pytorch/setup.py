@@ -31,7 +31,7 @@ from hvdtrain.backends.pytorch.state import TorchState, check_savable
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.images import centre
-from hvdtrain.data.index import Index
+from hvdtrain.data.index import Index, InputSize
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.device import choose_algorithms, choose_device, forget_peak
@@ -47,7 +47,14 @@ from hvdtrain.engine.folders import as_modelled, shared_index
 from hvdtrain.engine.machine import machine_of
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.host.files import check_target
-from hvdtrain.models.component import Component, build_started, start_of, tensor_shapes
+from hvdtrain.host.launchers import needs_mpi
+from hvdtrain.models.component import (
+    Component,
+    build_started,
+    freeze,
+    start_of,
+    tensor_shapes,
+)
 from hvdtrain.models.costs import Boundary, component_costs
 from hvdtrain.options.requests import Chosen, Server
 from hvdtrain.options.sections import AUGMENTATIONS, AUTO_PRECISION
@@ -129,11 +136,12 @@ def open_session(
         if isinstance(config.plan_request, Chosen):
             check_choice(config, components)
         else:
-            plan = make_plan(config, components, index.image_shape[0], world.size)
+            plan = make_plan(config, components, index.input_size, world.size)
             check_batches(config, plan, components, boundaries, len(train_rows))
         if config.trace is not None:
             check_target(config.trace, "--trace")
     plan = world.broadcast(plan)
+    check_connection(config, plan, world)
     device = choose_device(config.device, world)
     choose_algorithms(config.precision, config.deterministic)
     if config.compile:
@@ -157,6 +165,31 @@ def open_session(
     check_savable(session.state.parts, config)
     mark("model")
     return session
+
+
+def check_connection(config: TrainConfig, plan: Plan | None, world: World) -> None:
+    """Refuse what needs MPI on ranks that torchrun started.
+
+    Args:
+        plan: None if it is still to be chosen, from measurements.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if world.has_mpi:
+        return
+    uses = {
+        f"--plan {config.plan}": plan is None,
+        f"--plan {config.plan}, which has {plan.last + 1 if plan else 0} stages,": plan is not None
+        and plan.last > 0,
+        f"--sync {config.sync}": isinstance(config.sync_request, Server),
+        f"--emulate {config.emulate}": config.emulate is not None,
+        f"--reduce-with {config.reduce_with}": config.reduce_with not in (None, "torch"),
+        f"--allreduce {config.allreduce}": config.allreduce != "auto",
+    }
+    for what, is_used in uses.items():
+        if is_used:
+            raise needs_mpi(what, world.size)
 
 
 def _started(
@@ -205,7 +238,7 @@ def _emulated(
     from hvdtrain.emulate import emulate  # loads the planner
 
     def plan_of(parts: Sequence[Component]) -> Plan:
-        return make_plan(config, parts, index.image_shape[0], world.size)
+        return make_plan(config, parts, index.input_size, world.size)
 
     return emulate(config, components, index, world, plan_of)
 
@@ -231,7 +264,7 @@ def _built(
     """Return the session of a plan. Collective."""
     config, components, index, world = trial.config, trial.components, trial.index, trial.world
     started = time.perf_counter()
-    runtime = build_runtime(config, plan, components, trial.images, index.image_shape[0], world)
+    runtime = build_runtime(config, plan, components, trial.images, index.input_size, world)
     assert runtime.observer.activity is not None
     state = TorchState(
         plan=plan,
@@ -294,7 +327,7 @@ def _choose(
 
     if config.is_adaptive:
         allow_new_groups()
-    subject = subject_of(config, components, index.image_shape[0], index.target_form, images)
+    subject = subject_of(config, components, index.input_size, index.target_form, images)
     chosen = choose.choose_plan(subject, world)
     if world.rank == 0:
         boundaries = check_components(components, config, index)
@@ -321,7 +354,7 @@ def _without_wrong_halves(trial: Trial, chosen: "Choice", checks: Checks) -> "Ch
 
 
 def make_plan(
-    config: TrainConfig, components: Sequence[Component], image_size: int, ranks: int
+    config: TrainConfig, components: Sequence[Component], image_size: InputSize, ranks: int
 ) -> Plan:
     """Return the plan of a run, checked against model and ranks.
 
@@ -365,8 +398,9 @@ def model_components(config: TrainConfig, index: Index) -> list[Component]:
         UsageError: if the model does not accept images of the data set's size.
     """
     check_images(config, index)
-    height = index.image_shape[0]
-    return models.components(config.model, index.classes, height, config.patch_size, config.seed)
+    height = index.input_size
+    parts = models.components(config.model, index.classes, height, config.patch_size, config.seed)
+    return parts if config.freeze is None else freeze(parts, config.freeze)
 
 
 def check_components(
@@ -377,7 +411,7 @@ def check_components(
     Raises:
         UsageError: if images or targets of the data set do not fit the model and its loss.
     """
-    return input_boundaries(components, config, index.image_shape[0], index.target_form)
+    return input_boundaries(components, config, index.input_size, index.target_form)
 
 
 if TYPE_CHECKING:
@@ -394,7 +428,7 @@ def remarks_of(
     """Return what a user should know of the session before it trains. Collective."""
     config, world = trial.config, trial.world
     has_sums = not isinstance(config.sync_request, Server)
-    sums = collectives.remarks(config.reduce_with, world) if has_sums else []
+    sums = collectives.remarks(config.reduce_with, world, trial.images.device) if has_sums else []
     machine = machine_of(world)
     choice = (*machine.remarks(plan, chosen is not None), *(chosen.remarks if chosen else ()))
     slow = ""

@@ -1,7 +1,7 @@
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.host.launchers import Launch, check_sizes, detect
+from hvdtrain.host.launchers import TORCHRUN, Launch, check_sizes, detect, needs_mpi
 
 
 @pytest.mark.parametrize(
@@ -49,43 +49,46 @@ def test_gloo_is_refused_with_the_lines_that_work(variable: dict[str, str]) -> N
         detect(variable)
 
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+VARIABLES = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 
 
 @pytest.mark.parametrize(
     "environment",
     [
-        TORCHRUN,
-        TORCHRUN | {"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500"},
+        VARIABLES,
+        VARIABLES | {"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500"},
         # torchrun in the shell of `srun --pty bash`.
-        TORCHRUN | STEP | {"SLURM_STEP_NUM_TASKS": "1", "TORCHELASTIC_RUN_ID": "none"},
+        VARIABLES | STEP | {"SLURM_STEP_NUM_TASKS": "1", "TORCHELASTIC_RUN_ID": "none"},
     ],
 )
-def test_torchrun_is_refused_with_the_lines_that_work(environment: dict[str, str]) -> None:
-    """Otherwise each of the 4 processes would train alone and write its own run folder."""
-    with pytest.raises(UsageError) as caught:
-        detect(environment)
-    assert str(caught.value).startswith("torchrun or accelerate launch started 4 processes")
+def test_torchrun_is_found(environment: dict[str, str]) -> None:
+    launch = detect(environment)
+    assert (launch.launcher, launch.rank, launch.size) == (TORCHRUN, 1, 4)
+
+
+def test_what_needs_mpi_is_refused_with_the_lines_that_work() -> None:
+    error = str(needs_mpi("--plan mp", 4))
+    assert error.startswith("--plan mp needs MPI, and torchrun or accelerate launch started 4")
     for line in (
         "hvdtrain train --ranks 4",
         "horovodrun -np 4",
         "mpirun -np 4",
         "srun --mpi=pmix",
     ):
-        assert line in str(caught.value)
+        assert line in error
 
 
 @pytest.mark.parametrize(
     ("environment", "launcher"),
     [
-        (TORCHRUN | STEP, "srun"),
-        (TORCHRUN | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "mpirun"),
-        (TORCHRUN | {"PMI_SIZE": "4"}, "mpiexec"),
-        (TORCHRUN | {"PMIX_RANK": "1"}, "mpirun"),
-        (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}, "none"),
+        (VARIABLES | STEP, "srun"),
+        (VARIABLES | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "mpirun"),
+        (VARIABLES | {"PMI_SIZE": "4"}, "mpiexec"),
+        (VARIABLES | {"PMIX_RANK": "1"}, "mpirun"),
+        (VARIABLES | {"WORLD_SIZE": "1", "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}, "none"),
         ({"MASTER_ADDR": "node1", "RANK": "0", "WORLD_SIZE": "4"}, "none"),
-        (TORCHRUN | {"WORLD_SIZE": "all"}, "none"),
+        (VARIABLES | {"WORLD_SIZE": "all"}, "none"),
     ],
 )
 def test_variables_of_torchrun_beside_a_launcher_or_for_one_process_are_no_torchrun(

@@ -4,6 +4,7 @@ import difflib
 import json
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,15 @@ if rank.is_first:
 
 
 def run_script(
-    ranks: int, text: str, *arguments: object, **environment: str
+    ranks: int,
+    text: str,
+    *arguments: object,
+    launcher: Sequence[str] | None = None,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as `python -c TEXT ARGUMENTS` on ranks of mpirun, or alone."""
-    launcher = mpirun(ranks) if ranks > 1 else []
+    """Run a program as `python -c TEXT ARGUMENTS` on ranks of a launcher, or alone."""
+    if launcher is None:
+        launcher = mpirun(ranks) if ranks > 1 else []
     return subprocess.run(
         [*launcher, warm.python(), "-c", text, *map(str, arguments)],
         capture_output=True,
@@ -201,13 +207,6 @@ distributed.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 """
 )
 RAISES = START + "\nif rank.rank == 1:\n    raise RuntimeError('from the user')\nrank.sizes\n"
-TORCHRUN = {
-    "RANK": "0",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "1",
-}
 
 
 def test_a_rank_that_takes_one_step_fewer_stops_the_job_with_one_line() -> None:
@@ -224,12 +223,21 @@ def test_a_rank_that_exits_before_prepare_stops_the_job_with_one_line() -> None:
     assert done.returncode == 1
 
 
-def test_a_program_under_torchrun_is_refused_in_one_line() -> None:
-    """MPI does not connect its processes, so each would train alone."""
-    done = run_script(1, FEWER, **TORCHRUN)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("hvdtrain: torchrun or accelerate launch started 2 processes")
+def test_torchrun_starts_a_program_as_mpirun_does(small_set: Path, tmp_path: Path) -> None:
+    """The sum of two numbers has one order: the weights are the same to the bit."""
+    import torch
+
+    trained = []
+    for name, launcher in (
+        ("mpirun", mpirun(2)),
+        ("torchrun", ["torchrun", "--no-python", "--nproc-per-node", "2"]),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        done = run_script(2, LOOP, small_set, folder, 2, launcher=launcher)
+        assert done.returncode == 0, done.stderr
+        trained.append(torch.load(folder / "weights.pt"))
+    assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
 
 
 SPAWNS = (

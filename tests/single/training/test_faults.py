@@ -66,19 +66,23 @@ def undisturbed(undisturbed_run: Path) -> str:
     "and `--restarts` resumes it."
 )
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "library"),
     [
-        *("kill", "stop"),
-        *(pytest.param(kind, marks=pytest.mark.weekly) for kind in ("segfault", "memory")),
+        ("kill", "horovod"),
+        ("stop", "horovod"),
+        ("kill", "torch"),
+        pytest.param("stop", "torch", marks=pytest.mark.weekly),
+        pytest.param("segfault", "horovod", marks=pytest.mark.weekly),
+        pytest.param("memory", "horovod", marks=pytest.mark.weekly),
     ],
 )
 def test_a_rank_that_fails_ends_the_job_and_another_start_finishes_it(
-    hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: str, kind: str
+    hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: str, kind: str, library: str
 ) -> None:
     run, alerts = tmp_path / "run", tmp_path / "alerts"
     fault = f"{kind} step=8 rank=1"
     options = ("--inject", fault, "--restarts", 1, "--on-alert", f"{ALERT}{alerts}")
-    done = hvdtrain(*command(small_set, run, *options))
+    done = hvdtrain(*command(small_set, run, *options, "--reduce-with", library))
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
     assert DIES[kind] in lines[0]

@@ -18,8 +18,8 @@ from dataclasses import replace
 import numpy
 from hvdtrain import world
 current = world.start(sys.argv[1], threads=1)
-from tests.mpi.test_mpi_sums import CONFIG, parity_of
-parity = parity_of(current, "dp", replace(CONFIG, allreduce=sys.argv[1]))
+from tests.mpi.test_sums import CONFIG, parity_of
+parity = parity_of(current, "dp", replace(CONFIG, reduce_with="mpi", allreduce=sys.argv[1]))
 assert parity.is_within, parity
 values = numpy.full(2**16, (0.1, 1e8 + 0.3, -1e8)[current.rank])
 current.communicator.Iallreduce(world.mpi().IN_PLACE, values).Wait()
