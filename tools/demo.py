@@ -140,8 +140,7 @@ def is_good(packed: Path) -> bool:
 
 def missing_for_several_ranks() -> list[str]:
     """Return the names of missing programs and packages that several ranks need."""
-    pieces = {"Horovod": "horovod", "mpi4py": "mpi4py"}
-    missing = [name for name, module in pieces.items() if not importlib.util.find_spec(module)]
+    missing = [] if importlib.util.find_spec("mpi4py") else ["mpi4py"]
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     if not any(shutil.which(name, path=programs) for name in ("mpirun", "mpiexec")):
         missing.append("mpirun")

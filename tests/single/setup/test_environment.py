@@ -235,5 +235,5 @@ def test_both_programs_take_the_same_options(hvdtrain: Program) -> None:
     ]
     program, module = (set(re.findall(r"--[a-z-]+", text)) for text in helps)
     assert module - program == {"--build-only"}
-    assert program - module == {"--no-cuda", "--tensorflow"}
+    assert program - module == {"--no-cuda", "--tensorflow", "--horovod", "--no-models"}
     assert SetupOptions().check() == SetupOptions()

@@ -42,9 +42,8 @@ class PyHvdtrain(PythonPackage):
     with default_args(type="run"):
         depends_on("py-filelock@3.24:")
         depends_on("py-h5py@3.10:")
-        depends_on("py-safetensors@0.5:")
         depends_on("py-ml-dtypes@0.5:")
-        depends_on("py-jsonargparse@4.53: +signatures")
+        depends_on("py-jsonargparse@4.53:4 +signatures")
         depends_on("py-shtab")
         depends_on("py-rich@13:")
         depends_on("py-tensorboard@2.18:")
@@ -53,7 +52,7 @@ class PyHvdtrain(PythonPackage):
         depends_on("py-pillow@11:")
         depends_on("py-scipy@1.11:")
         depends_on("py-nvidia-ml-py@12.535:")
-        depends_on("py-submitit@1.5.2:")
+        depends_on("py-submitit@1.5.2:1")
 
     @run_after("install")
     def install_horovod(self):
