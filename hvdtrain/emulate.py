@@ -357,10 +357,6 @@ class DelayedCollectives:
         self.size, self.place, self.sent_bytes = collectives.size, collectives.place, 0.0
         self.free_at = 0.0  # real time at which the previous operation ends
 
-    def prepare(self, names: Sequence[str]) -> None:
-        """Announce operations."""
-        self.collectives.prepare([each for name in names for each in (name, _stamps(name))])
-
     def all_reduce(self, tensor: Tensor, name: str) -> Started:
         """Start a sum in place."""
         return self._start("all_reduce", tensor, name)

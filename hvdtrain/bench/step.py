@@ -294,7 +294,7 @@ def _input(session: TorchSession, stage: int, rows: int) -> Tensor:
 
 def _flops(session: TorchSession) -> float:
     """Return the counted operations of a training step over all ranks."""
-    size = session.index.image_shape[0]
+    size = session.index.input_size
     costs = component_costs(
         model_components(session.config, session.index),
         size,

@@ -290,7 +290,7 @@ def built_plainly(component: Component, seed: int) -> nn.Module:
     The runtime builds its modules by `build_component`, whose mistakes this one must not share.
     """
     with isolated(component_seed(seed, component.name), "cpu"):
-        return component.build()
+        return component.made()
 
 
 def change_dtype(module: nn.Module, dtype: torch.dtype) -> None:

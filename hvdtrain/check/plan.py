@@ -27,13 +27,14 @@ from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
 from hvdtrain.check.parity import Batch, Done, Parity, SerialRun, gradient_errors, loss_scale
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
-from hvdtrain.data.index import TargetForm
+from hvdtrain.data.index import InputSize, TargetForm, size_of
 from hvdtrain.data.order import Range
 from hvdtrain.engine.feed import Feeder, augmentation, step_seed, take_rows
 from hvdtrain.engine.progress import learning_rate
 from hvdtrain.errors import CheckFailed, UsageError
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.models.costs import boundaries
+from hvdtrain.models.find import input_shape
 from hvdtrain.models.losses import example_targets, form_for
 from hvdtrain.parallel.reference import largest_errors
 from hvdtrain.parallel.runtime import Runtime, Step
@@ -44,7 +45,7 @@ from hvdtrain.plan.schedule import program_of
 from hvdtrain.sync.states import digest
 from hvdtrain.world import World
 
-MEAN, STD = [0.5] * 3, [0.25] * 3
+MEAN, STD = [0.5] * 3, [0.25] * 3  # of an image
 GRADIENTS_TAG = 2
 CPU = torch.device("cpu")
 
@@ -53,7 +54,7 @@ def check_plan(
     config: TrainConfig,
     components: Sequence[Component],
     plan: Plan,
-    image_size: int,
+    image_size: InputSize,
     classes: int,
     world: World,
     sizes: Sequence[int] | None = None,
@@ -69,7 +70,8 @@ def check_plan(
         device: of this rank. Both steps compute on it.
     """
     agree_on_values(components, world)
-    images, size = Images(MEAN, STD, device, config.precision), config.batch_size
+    channels, size = input_shape(image_size)[0], config.batch_size
+    images = Images(MEAN[:1] * channels, STD[:1] * channels, device, config.precision)
     form = target_form(config, components, image_size, classes)
     batches = []
     for number, count in enumerate(sizes or _sizes(config, components, plan, image_size, form)):
@@ -83,7 +85,7 @@ def _sizes(
     config: TrainConfig,
     components: Sequence[Component],
     plan: Plan,
-    image_size: int,
+    image_size: InputSize,
     form: TargetForm,
 ) -> tuple[int, ...]:
     size = config.batch_size
@@ -112,7 +114,7 @@ def compare(
     if config.bad_step.is_limited:  # keeps the code path of the limit, but no step is bad
         word = config.on_bad_step.partition(":")[0]
         config = replace(config, on_bad_step=f"{word}:{sys.float_info.max}")
-    image_size = batches[0].local[0].shape[1]
+    image_size = size_of(batches[0].local[0].shape[1:])
     with torch.random.fork_rng():
         runtime = build_runtime(config, plan, components, images, image_size, world)
         ranks = _Ranks(runtime, plan, world, config)
@@ -232,16 +234,17 @@ def random_batch(
 
 
 def random_samples(
-    size: int, image_size: int, form: TargetForm, seed: int
+    size: int, image_size: InputSize, form: TargetForm, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return images uint8 [size, image_size, image_size, 3] and targets of a form [size, ...]."""
+    """Return images uint8 [size, height, width, channels] and targets of a form [size, ...]."""
     random = np.random.default_rng(seed)
-    images = random.integers(0, 256, (size, image_size, image_size, 3), dtype=np.uint8)
+    channels, height, width = input_shape(image_size)
+    images = random.integers(0, 256, (size, height, width, channels), dtype=np.uint8)
     return images, example_targets(form, size, random)
 
 
 def target_form(
-    config: TrainConfig, components: Sequence[Component], image_size: int, classes: int
+    config: TrainConfig, components: Sequence[Component], image_size: InputSize, classes: int
 ) -> TargetForm:
     """Return a form of targets that a model and its loss take, without a data set.
 

@@ -1,4 +1,8 @@
-"""Data sets from memory: `.npy` and `.npz` files, and Python iterators of (image, label)."""
+"""Data sets of arrays: `.npy`, `.npz` and HDF5 files, and Python iterators of samples.
+
+A sample is an image and its label, or any array [channels, height, width] of numbers, an input,
+and its target.
+"""
 
 import math
 import operator
@@ -10,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+import h5py
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
@@ -21,22 +26,31 @@ from hvdtrain.data.writer import Layout, in_order, write_sources
 from hvdtrain.errors import DataError, UsageError
 
 # The names of the arrays of a split; `{}` is the split, and missing in a source without splits.
-_NAMES = (("{}_images", "{}_labels"), ("x_{}", "y_{}"), ("X_{}", "y_{}"))
-_NAMES_ALONE = (("images", "labels"), ("x", "y"), ("X", "y"), ("data", "labels"))
+INPUTS = "inputs"
+_NAMES = (
+    ("{}_images", "{}_labels"),
+    ("{}_inputs", "{}_targets"),
+    ("x_{}", "y_{}"),
+    ("X_{}", "y_{}"),
+)
+_NAMES_ALONE = (
+    *(("images", "labels"), (INPUTS, "targets")),
+    *(("x", "y"), ("X", "y"), ("data", "labels")),
+)
 _MOST_HEADER = 2**16
 _BLOCK_BYTES = 2**22
 
 
 def write(
     destination: Path | str,
-    splits: Mapping[str, Iterable[tuple[Any, int]]],
+    splits: Mapping[str, Iterable[tuple[Any, Any]]],
     class_names: Sequence[str] | None = None,
     *,
     size: int | None = None,
     resize: Resize = "shorter",
     shard_mb: int = 64,
 ) -> Index:
-    """Pack images of a Python iterator; return the index of the data set.
+    """Pack images, or other inputs, of a Python iterator; return the index of the data set.
 
     An iterator is read once, from its start to its end, and holds one shard in memory at a time.
 
@@ -44,7 +58,8 @@ def write(
         destination: new folder for the shards.
         splits: `train` and `test`, each an iterable of (image, label). An image is a Pillow image,
             or uint8 [height, width, 3]; grey values and an alpha channel are converted. A label is
-            a whole number from 0.
+            a whole number from 0. Or of (input, target): an input is an array [channels, height,
+            width] of numbers that are not uint8, a target a label or an array.
         class_names: names of the classes; None for `class 0`, `class 1` and so on.
         size: side in pixels that images are resized to; None if all have one size.
         resize: how, as in `hvdtrain.data.resize`.
@@ -65,12 +80,87 @@ def write(
     for name in () if class_names is None else class_names:
         if not isinstance(name, str) or not name.strip() or not name.isprintable():
             raise UsageError(f"class name {name!r}: give each class a name, as one line of text")
-    streams = {name: _samples(name, iter(splits[name]), size, resize) for name in SPLITS}
+    given = {name: iter(splits[name]) for name in SPLITS}
+    sample = next(given["train"], None)
+    given["train"] = chain([] if sample is None else [sample], given["train"])
+    if sample is not None and _is_input(sample):
+        if size is not None:
+            raise UsageError("size is for images, and the samples are arrays of other numbers")
+        return _write_inputs(destination, given, np.asarray(sample[0]), class_names, shard_mb)
+    streams = {name: _samples(name, given[name], size, resize) for name in SPLITS}
     first = next(streams["train"], None)
     shape = (1, 1, 3) if first is None else first[0].shape
     streams["train"] = chain([] if first is None else [first], streams["train"])
     sources = {name: in_order(_parts(name, streams[name], shape)) for name in SPLITS}
     return write_sources(destination, sources, Layout(shape, shard_mb=shard_mb), class_names)
+
+
+def _is_input(sample: Any) -> bool:
+    """Return whether a sample is an array of other numbers than pixels."""
+    try:
+        value, _ = sample
+    except (TypeError, ValueError):
+        return False
+    return isinstance(value, np.ndarray) and value.dtype != np.uint8
+
+
+def _write_inputs(
+    destination: Path | str,
+    streams: Mapping[str, Iterator[tuple[Any, Any]]],
+    first: NDArray[Any],
+    class_names: Sequence[str] | None,
+    shard_mb: int,
+) -> Index:
+    """Pack inputs and targets of an iterator, all of the form of the first sample."""
+    form, stored = (first.shape, first.dtype.name), _as_stored(first[None])
+    if first.dtype.name not in TARGET_TYPES or first.ndim not in (2, 3) or not first.size:
+        raise DataError(f"sample 0 of `train` is {form[1]} {list(form[0])}: {INPUT_FORM}")
+    forms: set[tuple[tuple[int, ...], str]] = set()
+
+    def parts(name: str) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        inputs: list[NDArray[Any]] = []
+        targets: list[NDArray[Any]] = []
+        for place, (value, target) in enumerate(streams[name]):
+            made, target = np.asarray(value), np.asarray(target)
+            if (made.shape, made.dtype.name) != form:
+                raise DataError(
+                    f"sample {place} of `{name}` is {made.dtype} {list(made.shape)}, others are "
+                    f"{form[1]} {list(form[0])}: give all the same form"
+                )
+            forms.add((target.shape, target.dtype.name))
+            if len(forms) > 1 or target.dtype.name not in TARGET_TYPES:
+                raise DataError(
+                    f"the target of sample {place} of `{name}` is {target.dtype} "
+                    f"{list(target.shape)}: give all the same form, of {', '.join(TARGET_TYPES)}"
+                )
+            if not (np.isfinite(made).all() and np.isfinite(target).all()):
+                raise DataError(f"sample {place} of `{name}` is not finite: correct it")
+            inputs.append(made)
+            targets.append(target)
+            if len(inputs) * made.nbytes >= _BLOCK_BYTES:
+                yield _as_stored(np.stack(inputs)), np.stack(targets)
+                inputs, targets = [], []
+        if inputs:
+            yield _as_stored(np.stack(inputs)), np.stack(targets)
+
+    sample = next(streams["train"])
+    streams = {**streams, "train": chain([sample], streams["train"])}
+    target = np.asarray(sample[1])
+    targets = None
+    if target.shape or target.dtype.kind == "f":  # else labels of classes
+        targets = TargetForm(target.shape, target.dtype.name, math.prod(target.shape))
+    layout = Layout(stored.shape[1:], shard_mb=shard_mb, targets=targets, image_dtype=form[1])
+    sources = {name: in_order(parts(name)) for name in SPLITS}
+    return write_sources(destination, sources, layout, class_names)
+
+
+INPUT_FORM = f"save inputs [n, channels, height, width], of {', '.join(TARGET_TYPES)}, in C order"
+
+
+def _as_stored(inputs: NDArray[Any]) -> NDArray[Any]:
+    """Return inputs [n, height, width] or [n, channels, height, width] with channels last."""
+    whole = inputs[:, None] if inputs.ndim == 3 else inputs
+    return np.ascontiguousarray(whole.transpose(0, 2, 3, 1))
 
 
 def _samples(
@@ -125,6 +215,7 @@ class Array:
     Attributes:
         place: how messages name it.
         member: its name in an .npz archive.
+        is_input: whether it holds inputs with channels first, of any type, rather than images.
     """
 
     place: str
@@ -133,6 +224,7 @@ class Array:
     shape: tuple[int, ...] = ()
     is_fortran: bool = False
     dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.uint8))
+    is_input: bool = False
 
     def with_header(self) -> "Array":
         """Return the array with what its file says; raise DataError if it has no header."""
@@ -164,9 +256,14 @@ class Array:
                 raise DataError(f"{self.place}: is damaged: it is longer than its header says")
 
     def check_images(self) -> None:
-        """Raise DataError if images cannot be made of it."""
+        """Raise DataError if images, or inputs, cannot be made of it."""
         fault = None
-        if self.is_fortran and len(self.shape) > 1:
+        if self.is_input:
+            if self.dtype.name not in TARGET_TYPES or self.is_fortran or 0 in self.shape:
+                fault = f"{self.dtype} {list(self.shape)}: {INPUT_FORM}"
+            elif len(self.shape) not in (3, 4):
+                fault = f"{list(self.shape)}: {INPUT_FORM}"
+        elif self.is_fortran and len(self.shape) > 1:
             fault = "its order is Fortran's: save np.ascontiguousarray(array)"
         elif not self.shape or not self.shape[0]:
             fault = "holds no images"
@@ -180,14 +277,32 @@ class Array:
         if fault:
             raise DataError(f"{self.place}: {fault}")
 
-    def images(self) -> Iterator[NDArray[np.uint8]]:
+    def images(self) -> Iterator[NDArray[Any]]:
         """Yield all images as RGB, uint8 [n, height, width, 3], a few at a time.
 
+        Inputs are [n, height, width, channels] of their type.
+
         Raises:
-            DataError: if the file is damaged.
+            DataError: if the file is damaged, or an input is not finite.
         """
+        row = 0
         for block in self.blocks(max(1, _BLOCK_BYTES // math.prod(self.shape[1:]))):
-            yield np.stack([pixels(image) for image in block])
+            if not self.is_input:
+                yield np.stack([pixels(image) for image in block])
+                continue
+            if not np.isfinite(block).all():
+                row += int(np.argwhere(~np.isfinite(block))[0][0])
+                raise DataError(f"{self.place}: sample {row} is not finite: correct it")
+            row += len(block)
+            yield _as_stored(block)
+
+    @property
+    def stored_shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of its samples in a data set."""
+        if not self.is_input:
+            return self.shape[1], self.shape[2], 3
+        channels, height, width = (1, *self.shape[1:])[-3:]
+        return height, width, channels
 
     @property
     def holds_targets(self) -> bool:
@@ -234,6 +349,40 @@ class Array:
             return texts
 
 
+@dataclass(frozen=True)
+class InHdf5(Array):
+    """A data set of an HDF5 file; `member` is its name."""
+
+    def with_header(self) -> Array:
+        """Return the array with what the file says; raise DataError if there is none."""
+        with _reading(self.place), self._file() as file:
+            found = file.get(str(self.member))
+            if not isinstance(found, h5py.Dataset):
+                raise DataError(
+                    f"{self.place}: is no data set of the file, which has {_data_sets(file)}"
+                )
+            is_input = found.dtype != np.uint8 or found.shape[-1] not in (1, 3, 4)
+            return replace(self, shape=found.shape, dtype=found.dtype, is_input=is_input)
+
+    def blocks(self, rows: int) -> Iterator[NDArray[Any]]:
+        """Yield all rows in blocks of `rows`; raise DataError if the file is damaged."""
+        with _reading(self.place), self._file() as file:
+            for start in range(0, self.shape[0], rows):
+                yield file[str(self.member)][start : start + rows]
+
+    def _file(self) -> h5py.File:
+        return h5py.File(self.path, "r", locking=False)
+
+
+def _data_sets(file: h5py.File) -> str:
+    """Return the names of the first data sets of a file."""
+    names: list[str] = []
+    file.visititems(
+        lambda name, item: names.append(f"/{name}") if isinstance(item, h5py.Dataset) else None
+    )
+    return ", ".join(map(shown, names[:10])) or "none"
+
+
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Return the shape, whether it is in Fortran's order, and the type of a file's array."""
     version = np.lib.format.read_magic(file)
@@ -258,7 +407,7 @@ def _reading(place: str) -> Iterator[None]:
 
 def chosen_rows(
     array: Array, labels: NDArray[Any], rows: NDArray[np.int64], size: int | None, how: Resize
-) -> Iterator[tuple[NDArray[np.uint8], NDArray[Any]]]:
+) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Yield these rows of an array, which ascend, as images and labels, a few at a time."""
     first = 0
     for images in array.images():
@@ -272,17 +421,21 @@ def chosen_rows(
 
 
 def read_arrays(
-    source: Path,
+    source: Path, names_in_hdf5: Sequence[str] | None = None
 ) -> tuple[dict[str, tuple[Array, NDArray[Any]]], tuple[str, ...], TargetForm | None]:
     """Return images and labels by split (`all`, or `train` and `test`), and the class names.
 
     Labels that are floating numbers or arrays are targets, whose form is the last value.
 
-    `source` is an .npz file, a folder of .npy files, or one of these .npy files.
+    Args:
+        source: an .npz file, a folder of .npy files, one of these .npy files, or an HDF5 file.
+        names_in_hdf5: of the data sets in it: inputs and targets, or of both splits in turn.
 
     Raises:
         DataError: if the arrays are missing or do not fit each other.
     """
+    if names_in_hdf5 is not None:
+        return _paired(source, _in_hdf5(source, names_in_hdf5))
     folder = source if source.is_dir() else source.parent
     if source.suffix.lower() != ".npz":
         arrays = {path.stem: Array(shown(path), path, None) for path in folder.glob("*.npy")}
@@ -297,7 +450,8 @@ def read_arrays(
     def pair(names: Iterable[tuple[str, str]]) -> tuple[Array, Array] | None:
         for images, labels in names:
             if images in arrays and labels in arrays:
-                return arrays[images], arrays[labels]
+                is_input = images.endswith(INPUTS)
+                return replace(arrays[images], is_input=is_input), arrays[labels]
         return None
 
     splits: dict[str, tuple[Array, Array]] = {}
@@ -314,6 +468,30 @@ def read_arrays(
                 f"{', '.join(map(shown, sorted(arrays)[:10])) or 'none'})"
             )
         splits = {ALONE: alone}
+    return _paired(source, splits)
+
+
+def _in_hdf5(source: Path, names: Sequence[str]) -> dict[str, tuple[Array, Array]]:
+    """Return the arrays of an HDF5 file by split.
+
+    Raises:
+        DataError: if there are not two or four names.
+    """
+    if len(names) not in (2, 4):
+        raise DataError(
+            f"{shown(source)}: name two data sets, as FILE.h5:/inputs,/targets, or those of train "
+            "and those of test"
+        )
+    found = [InHdf5(f"{shown(source)}:{shown(name)}", source, name) for name in names]
+    if len(found) == 2:
+        return {ALONE: (found[0], found[1])}
+    return {"train": (found[0], found[1]), "test": (found[2], found[3])}
+
+
+def _paired(
+    source: Path, splits: Mapping[str, tuple[Array, Array]]
+) -> tuple[dict[str, tuple[Array, NDArray[Any]]], tuple[str, ...], TargetForm | None]:
+    """Return what `read_arrays` does, of the arrays by split."""
     images = {name: array.with_header() for name, (array, _) in splits.items()}
     labels = {name: array.with_header() for name, (_, array) in splits.items()}
     for array in images.values():

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +33,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm")
 _INDEX_BYTES = 64 * 2**20  # hvdtrain writes no larger index
 _LARGEST = 2**48  # rows or bytes
 _LONGEST_SIDE = 2**16  # pixels
+LARGEST_VALUE = sys.float_info.max
 _MOST_DIMENSIONS = 8  # of a target
 _LOOKED_AT = 1000  # files in a folder without an index
 # A plain name, without a folder.
@@ -39,12 +41,21 @@ _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.h5")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
-# The types of targets, with the bytes of a value.
+UNIT = 255  # what mean and deviation are divided by: white is 1
+# (channels, height, width) of inputs, or the side of square images of three channels.
+InputSize = int | tuple[int, int, int]
+# The types of inputs and targets, with the bytes of a value.
 TARGET_TYPES = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8} | {
     "float16": 2,
     "float32": 4,
     "float64": 8,
 }
+
+
+def size_of(shape: Sequence[int]) -> InputSize:
+    """Return the size of inputs that are stored as [height, width, channels]."""
+    height, width, channels = shape
+    return height if (width, channels) == (height, 3) else (channels, height, width)
 
 
 @dataclass(frozen=True)
@@ -99,8 +110,9 @@ class Split:
 class Index:
     """A packed data set.
 
-    `image_shape` is (height, width, channels) of the images that are read. `mean` and `std` are
-    per channel over the train split, of pixels in 0..1 (a constant channel has std 1). `notes` are
+    `image_shape` is (height, width, channels) of the images that are read, or of other inputs,
+    whose numbers are of `image_dtype`. `mean` and `std` are per channel over the train split, of
+    the numbers divided by UNIT: of pixels in 0..1 (a constant channel has std 1). `notes` are
     remarks for the user, such as an incomplete source. `resize` is how image files get their size
     when they are decoded, and None for a data set of pixels. `packed_shape` is the shape in
     `index.json`, where `at_size` chose another one to read. `targets` is the form of arrays in the
@@ -118,6 +130,12 @@ class Index:
     resize: Resize | None = None
     packed_shape: tuple[int, int, int] | None = None
     targets: TargetForm | None = None
+    image_dtype: str = "uint8"
+
+    @property
+    def input_size(self) -> InputSize:
+        """Return the size of inputs, as a model's function gets it."""
+        return size_of(self.image_shape)
 
     @property
     def classes(self) -> int:
@@ -138,7 +156,7 @@ class Index:
     def image_bytes(self) -> int:
         """Bytes of one stored image; of image files the average over the train split."""
         if self.resize is None:
-            return math.prod(self.stored_shape)
+            return math.prod(self.stored_shape) * TARGET_TYPES[self.image_dtype]
         train = self.splits["train"]
         return max(1, sum(shard.bytes for shard in train.shards) // train.count)
 
@@ -154,6 +172,10 @@ class Index:
         height, width, channels = self.stored_shape
         if size is None or (size, size) == (height, width):
             return replace(self, image_shape=self.stored_shape, packed_shape=None)
+        if (channels, self.image_dtype) != (3, "uint8"):
+            raise UsageError(
+                f"--image-size {size}: the inputs of {self.folder} are no images: leave it out"
+            )
         if self.resize is None and size > min(height, width):
             raise UsageError(
                 f"--image-size {size}, but the images of {self.folder} are {height}x{width}: "
@@ -163,16 +185,17 @@ class Index:
         return replace(self, image_shape=shape, packed_shape=self.stored_shape)
 
     def normalisation(self, how: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the values to subtract from each channel of pixels in 0..1, and then divide by.
+        """Return the values to subtract from each channel of numbers / UNIT, and to divide by.
 
-        They are 0 and 1 for "unit", and the train split's mean and deviation for "meanstd". Raises
-        UsageError for anything else.
+        "unit" leaves pixels between 0 and 1, and other numbers as they are; "meanstd" returns the
+        train split's mean and deviation. Raises UsageError for anything else.
         """
         if how == "meanstd":
             return self.mean, self.std
         if how != "unit":
             raise UsageError(f"unknown normalisation {how!r}: use unit or meanstd")
-        return (0.0,) * len(self.mean), (1.0,) * len(self.std)
+        unit = 1.0 if self.image_dtype == "uint8" else 1 / UNIT
+        return (0.0,) * len(self.mean), (unit,) * len(self.std)
 
     @cached_property
     def hash(self) -> str:
@@ -188,10 +211,12 @@ class Index:
             if self.targets is None
             else {"targets": vars(self.targets) | {"shape": list(self.targets.shape)}}
         )
+        dtype = {} if self.image_dtype == "uint8" else {"image_dtype": self.image_dtype}
         return {
             "format_version": self.format_version,
             **files,
             **targets,
+            **dtype,
             "image_shape": list(self.stored_shape),
             "class_names": list(self.class_names),
             "mean": list(self.mean),
@@ -297,6 +322,7 @@ class _IndexFile:
     splits: dict[str, _SplitFile]
     resize: Resize | None = None
     targets: TargetForm | None = None
+    image_dtype: str = "uint8"
 
 
 def _index(folder: Path, text: bytes) -> Index:
@@ -333,10 +359,14 @@ def _faults(content: _IndexFile) -> Iterator[str]:
     height, width, channels = content.image_shape
     if not len(content.mean) == len(content.std) == channels:
         yield "`mean` or `std` is not one number per channel"
-    if not all(0 <= number <= 1 for number in content.mean):
-        yield "`mean` is not between 0 and 1"
-    if not all(0 < number <= 1 for number in content.std):
-        yield "`std` is not above 0 and at most 1"
+    is_pixels = content.image_dtype == "uint8"
+    if content.image_dtype not in TARGET_TYPES:
+        yield "`image_dtype` is not a type of numbers"
+    least, most = (0.0, 1.0) if is_pixels else (-LARGEST_VALUE, LARGEST_VALUE)
+    if not all(least <= number <= most for number in content.mean):
+        yield "`mean` is out of range"
+    if not all(0 < number <= most for number in content.std):
+        yield "`std` is not above 0, or out of range"
     targets = content.targets
     if bool(content.class_names) == (targets is not None):
         yield "`class_names` is empty" if targets is None else "it has classes and `targets`"
@@ -351,11 +381,13 @@ def _faults(content: _IndexFile) -> Iterator[str]:
     is_files = content.format_version == FILES_VERSION
     if content.resize not in (get_args(Resize) if is_files else (None,)):
         yield "`resize` is not shorter, squash or pad"
-    if is_files and not (height == width and channels == 3):
+    if is_files and not (height == width and channels == 3 and is_pixels):
         yield "`image_shape` is not a square of 3 channels"
     if content.splits.keys() != set(SPLITS):
         yield "`splits` are not `train` and `test`"
-    image_bytes = 1 if is_files else math.prod(content.image_shape)
+    image_bytes = 1
+    if not is_files:
+        image_bytes = math.prod(content.image_shape) * TARGET_TYPES[content.image_dtype]
     for name, split in content.splits.items():
         for shard in split.shards:
             if not _SHARD_NAME.fullmatch(shard.file):

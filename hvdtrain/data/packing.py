@@ -8,6 +8,7 @@ shard.
 import errno
 import hashlib
 import os
+import re
 import signal
 import sys
 from collections import deque
@@ -47,7 +48,7 @@ from hvdtrain.data.writer import (
     Progress,
     Resumable,
     Source,
-    count_values,
+    counted,
     in_order,
     write_sources,
 )
@@ -63,6 +64,8 @@ _BLOCK_BYTES = 2**22  # of images that a process decodes at a time
 _BLOCK_FILES = 64
 _AHEAD = 3  # blocks per process that are ready or being made
 # Errors of a file that is itself broken; after others the file may be good.
+_HDF5 = re.compile(r"(?P<file>.+\.(h5|hdf5)):(?P<names>[^:]+)", re.IGNORECASE)
+_HDF5_SUFFIXES = (".h5", ".hdf5")
 _FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.ELOOP, errno.EISDIR)
 
 Result = tuple[Block, list[Fault]]  # good files; the others
@@ -102,7 +105,8 @@ def pack(
     Args:
         source: a folder with a folder of images per class, inside `train` and `test` (or `val`)
             or alone; a CSV file of file and label, or a folder of `train.csv` and `test.csv`; an
-            .npz file or a folder of .npy files; or an official CIFAR archive.
+            .npz file or a folder of .npy files, of images or of other inputs; data sets of an HDF5
+            file, as FILE.h5:/inputs,/targets; or an official CIFAR archive.
         destination: new folder for the shards.
         shard_mb: size of a shard in MiB.
         size: side in pixels that images are resized to; None if all have one size.
@@ -121,7 +125,8 @@ def pack(
         UsageError: for options that are out of range or do not fit the source.
         DataError: naming the file, for a source that cannot be packed; then nothing is written.
     """
-    source = Path(source)
+    in_hdf5 = _HDF5.fullmatch(str(source))
+    source = Path(in_hdf5["file"] if in_hdf5 else source)
     options = PackOptions(size, resize, encoding, split, seed, skip_broken)
     if size is not None:
         check_size(size, resize)
@@ -136,6 +141,11 @@ def pack(
             f"{shown(source)}: no such file or folder; get CIFAR with `hvdtrain data fetch`, or "
             "give a folder with one folder of images per class"
         )
+    if in_hdf5:
+        names = in_hdf5["names"].split(",")
+        return _pack_arrays(source, Path(destination), options, shard_mb, names)
+    if source.suffix.lower() in _HDF5_SUFFIXES:
+        raise DataError(f"{shown(source)}: name its data sets, as {source}:/inputs,/targets")
     if sources.is_official(source):
         if options != PackOptions(seed=seed):
             raise UsageError("an official CIFAR archive takes no other option than --shard-mb")
@@ -170,12 +180,18 @@ def _has_splits(source: Path, splits: dict[str, Any], options: PackOptions) -> b
     return is_alone
 
 
-def _pack_arrays(source: Path, destination: Path, options: PackOptions, shard_mb: int) -> Index:
+def _pack_arrays(
+    source: Path,
+    destination: Path,
+    options: PackOptions,
+    shard_mb: int,
+    names_in_hdf5: Sequence[str] | None = None,
+) -> Index:
     if options.encoding == "jpeg" or options.skip_broken:
         raise UsageError(
             f"{shown(source)} holds pixels: --encoding jpeg and --skip-broken are for image files"
         )
-    arrays, class_names, targets = read_arrays(source)
+    arrays, class_names, targets = read_arrays(source, names_in_hdf5)
     if _has_splits(source, arrays, options):
         ((array, labels),) = arrays.values()
         numbers, names = (
@@ -186,17 +202,22 @@ def _pack_arrays(source: Path, destination: Path, options: PackOptions, shard_mb
         arrays = dict.fromkeys(rows, (array, labels))
     else:
         rows = {name: np.arange(len(labels)) for name, (_, labels) in arrays.items()}
-    sides = {array.shape[1:3] for array, _ in arrays.values()}
-    if options.size is None and len(sides) > 1:
+    forms = {(one.stored_shape, one.dtype.name, one.is_input) for one, _ in arrays.values()}
+    if len(forms) > 1 and (options.size is None or any(is_input for *_, is_input in forms)):
         raise DataError(f"{shown(source)}: its splits have images of two sizes: give --size N")
-    height, width = (options.size, options.size) if options.size else sides.pop()
-    _check_square(height, width, str(shown(source)))
+    (height, width, channels), dtype, is_input = forms.pop()
+    if is_input and options.size:
+        raise UsageError(f"{shown(source)} holds no images: leave --size out")
+    if not is_input:
+        height, width = (options.size, options.size) if options.size else (height, width)
+        _check_square(height, width, str(shown(source)))
+    shape = height, width, channels
     sources = {
         name: in_order(chosen_rows(array, labels, rows[name], options.size, options.resize))
         for name, (array, labels) in arrays.items()
     }
     with progress_bar("packing", sum(map(len, rows.values()))) as progress:
-        layout = Layout((height, width, 3), shard_mb=shard_mb, targets=targets)
+        layout = Layout(shape, shard_mb=shard_mb, targets=targets, image_dtype=dtype)
         return write_sources(destination, sources, layout, class_names, progress=progress)
 
 
@@ -349,7 +370,7 @@ class Task:
                 continue
             good.append(row)
             images.append(content if self.options.encoding == "jpeg" else image)
-            count_values(image[None], counts[row])
+            counts[row] = counted(image[None])
         if images and self.options.encoding == "raw":
             array = np.stack(images)
         else:

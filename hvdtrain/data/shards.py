@@ -37,6 +37,7 @@ from hvdtrain.data.images import centre, open_image, resized
 from hvdtrain.data.index import (
     INDEX_FILE,
     RESTORE,
+    UNIT,
     Index,
     Shard,
     Split,
@@ -59,7 +60,8 @@ _READ_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError, Attribut
 class Batch:
     """Samples: `images` uint8 [n, height, width, channels], `labels` and `ids` int64 [n].
 
-    Labels that are not class numbers have the form of `Index.targets`, [n, ...].
+    Inputs that are no images have the numbers of `Index.image_dtype`. Labels that are not class
+    numbers have the form of `Index.targets`, [n, ...].
     Of image files that are not decoded yet, `images` are `bytes` objects [n].
     """
 
@@ -74,7 +76,7 @@ class Batch:
 def empty_batch(index: Index, rows: int) -> Batch:
     """Return memory for `rows` stored samples of a data set."""
     if index.resize is None:
-        images: NDArray[Any] = np.empty((rows, *index.stored_shape), np.uint8)
+        images: NDArray[Any] = np.empty((rows, *index.stored_shape), index.image_dtype)
     else:
         images = np.empty(rows, object)
     return Batch(
@@ -149,8 +151,9 @@ def _layout_fault(file: h5py.File, index: Index, shard: Shard) -> str | None:
             return f"holds `{name}` {fault}"
         data_set = file[name]
         expected: tuple[int, ...] = (shard.count,)
-        kind = "u" if name == "images" else "i"
+        kind = "i"
         if name == "images":
+            kind = np.dtype(index.image_dtype).kind
             is_files = index.resize is not None
             expected = file["images"].shape[:1] if is_files else (shard.count, *index.stored_shape)
         elif name == "labels":
@@ -549,6 +552,7 @@ def verify(folder: Path | str) -> list[str]:
 def info(folder: Path | str) -> dict[str, Any]:
     """Return a description of the data set, ready for JSON; raise DataError as read_index does."""
     index = read_index(folder)
+    unit = 1 if index.image_dtype == "uint8" else UNIT
     splits = {
         name: {
             "count": split.count,
@@ -566,10 +570,11 @@ def info(folder: Path | str) -> dict[str, Any]:
         "class_names": list(index.class_names),
         **({} if index.targets is None else {"targets": str(index.targets)}),
         "image_shape": list(index.image_shape),
+        "image_dtype": index.image_dtype,
         "encoding": "raw" if index.resize is None else "jpeg",
         "resize": index.resize,
-        "mean": list(index.mean),
-        "std": list(index.std),
+        "mean": [unit * value for value in index.mean],
+        "std": [unit * value for value in index.std],
         "notes": list(index.notes),
         "splits": splits,
     }

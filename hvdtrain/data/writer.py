@@ -25,6 +25,8 @@ from hvdtrain.data.index import (
     FORMAT_VERSION,
     INDEX_FILE,
     SPLITS,
+    TARGET_TYPES,
+    UNIT,
     Index,
     Resize,
     Shard,
@@ -55,7 +57,7 @@ class Block:
     """Consecutive samples of a source.
 
     Attributes:
-        images: uint8 [n, height, width, channels], or the bytes of image files [n].
+        images: [n, height, width, channels], or the bytes of image files [n].
         labels: whole numbers [n], or targets [n, ...].
         places: int64 [n], ascending: which samples of the source these are.
         counts: how many pixels have each value, uint32 [n, channels, 256]; None: count them here.
@@ -88,7 +90,7 @@ class Source:
     broken: list[Fault] = field(default_factory=list)
 
 
-def in_order(parts: Iterable[tuple[NDArray[np.uint8], NDArray[np.integer]]]) -> Source:
+def in_order(parts: Iterable[tuple[NDArray[Any], NDArray[Any]]]) -> Source:
     """Return a source that is read once, of parts: images [n, height, width, channels], labels."""
 
     def blocks(start: int) -> Iterator[Block]:
@@ -115,11 +117,14 @@ class Layout:
     file_bytes: int = 0
     shard_mb: int = 64
     targets: TargetForm | None = None
+    image_dtype: str = "uint8"
 
     @property
     def image_bytes(self) -> int:
         """Bytes of one stored image, on average."""
-        return math.prod(self.image_shape) if self.resize is None else max(1, self.file_bytes)
+        if self.resize is not None:
+            return max(1, self.file_bytes)
+        return math.prod(self.image_shape) * TARGET_TYPES[self.image_dtype]
 
     @property
     def chunk_rows(self) -> int:
@@ -142,7 +147,8 @@ class _Finished:
         first_id: id of its first sample.
         next: place in the source of the first sample after it.
         broken: the samples left out since the shard before.
-        counts: how many pixels have each value, [channels][256]; empty outside the train split.
+        counts: how many pixels have each value, [channels][256], or the moments of other numbers
+            (`moments`); empty outside the train split.
         digests: of the images, DIGEST_BYTES each, in hexadecimal.
     """
 
@@ -152,7 +158,7 @@ class _Finished:
     next: int
     largest_label: int
     broken: list[Fault]
-    counts: list[list[int]]
+    counts: list[list[float]]
     digests: str = ""
 
 
@@ -189,7 +195,7 @@ def write_sources(
         _check_free(destination)  # another process may have ended meanwhile
         writer = _Writer(destination, key, layout, class_names, progress, finished)
         splits = {name: writer.write(name, source) for name, source in sources.items()}
-        mean, std = mean_and_std(np.sum([shard.counts for shard in finished["train"]], axis=0))
+        mean, std = mean_and_std([np.array(shard.counts) for shard in finished["train"]])
         if class_names is None and layout.targets is None:
             largest = max(shard.largest_label for shards in finished.values() for shard in shards)
             class_names = [f"class {number}" for number in range(largest + 1)]
@@ -209,6 +215,7 @@ def write_sources(
             notes=(*notes, *left_out, *duplicates(finished)),
             resize=layout.resize,
             targets=layout.targets,
+            image_dtype=layout.image_dtype,
         )
         _publish(destination, index)
     return index
@@ -260,11 +267,10 @@ class _Writer:
         file = f"{name}-{len(done):05d}.h5"
         _write(self.destination, file, content)
         start, stop = done[-1].next if done else 0, int(block.places[-1]) + 1
-        histogram = np.zeros((self.layout.image_shape[2] if name == "train" else 0, 256), np.int64)
-        if block.counts is None:
-            count_values(block.images, histogram)
-        elif len(histogram):
-            histogram += block.counts.sum(axis=0, dtype=np.int64)
+        counts: NDArray[Any] = np.zeros((0, 256), np.int64)
+        if name == "train":
+            given = block.counts
+            counts = counted(block.images) if given is None else given.sum(axis=0, dtype=np.int64)
         finished = _Finished(
             key=self.key,
             shard=Shard(file, len(block), len(content), hashlib.sha256(content).hexdigest()),
@@ -272,7 +278,7 @@ class _Writer:
             next=stop,
             largest_label=largest,
             broken=[fault for fault in broken if start <= fault[0] < stop],
-            counts=histogram.tolist(),
+            counts=counts.tolist(),
             digests=b"".join(map(_digest, block.images)).hex(),
         )
         if self.key is not None:
@@ -346,19 +352,58 @@ def _joined(blocks: list[Block]) -> Block:
     )
 
 
-def count_values(images: NDArray[np.uint8], histogram: NDArray[np.int64]) -> None:
-    """Add the counts of each value 0..255 in each channel to `histogram` [channels, 256]."""
+def counted(images: NDArray[Any]) -> NDArray[Any]:
+    """Return what `mean_and_std` needs of images [n, height, width, channels].
+
+    Of uint8 it is how many values there are of each, int64 [channels, 256]; of other numbers their
+    count, mean and sum of squared deviations, fp64 [channels, 3].
+    """
+    channels = images.shape[-1]
+    if images.dtype != np.uint8:
+        values = images.reshape(-1, channels).astype(np.float64)
+        mean = values.mean(axis=0)
+        squares = ((values - mean) ** 2).sum(axis=0)
+        return np.stack([np.full(channels, float(len(values))), mean, squares], axis=1)
+    histogram = np.zeros((channels, 256), np.int64)
     for start in range(0, len(images), _BLOCK_ROWS):
         block = images[start : start + _BLOCK_ROWS]
-        for channel in range(len(histogram)):
-            values = np.ascontiguousarray(block[..., channel]).reshape(-1)
-            histogram[channel] += np.bincount(values, minlength=256)
+        for channel in range(channels):
+            pixels = np.ascontiguousarray(block[..., channel]).reshape(-1)
+            histogram[channel] += np.bincount(pixels, minlength=256)
+    return histogram
 
 
-def mean_and_std(histogram: NDArray[np.int64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation per channel of pixels in 0..1, from integer sums."""
+def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return what `counted` returns of all images, from those of parts, in their order."""
+    whole = parts[0]
+    if whole.shape[1] == 256:
+        histogram: NDArray[np.int64] = np.array(parts).sum(axis=0)
+        return histogram
+    for part in parts[1:]:  # Chan, Golub and LeVeque, COMPSTAT 1982
+        (n, mean, squares), (more, other, others) = whole.T, part.T
+        both, apart = n + more, other - mean
+        whole = np.stack(
+            [both, mean + apart * more / both, squares + others + apart**2 * n * more / both],
+            axis=1,
+        )
+    return whole
+
+
+def mean_and_std(
+    parts: Sequence[NDArray[Any]],
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation per channel of numbers / UNIT, from `counted` parts.
+
+    Those of pixels are of integer sums, so that parts of any size give the same.
+    """
+    counts_of_all = joined(parts)
+    if counts_of_all.shape[1] != 256:
+        n, middle, squares = counts_of_all.T
+        deviations = np.sqrt(squares / n)
+        deviations[deviations == 0] = UNIT
+        return tuple((middle / UNIT).tolist()), tuple((deviations / UNIT).tolist())
     mean, std = [], []
-    for counts in histogram.tolist():
+    for counts in counts_of_all.tolist():
         pixels = sum(counts)
         first = sum(value * count for value, count in enumerate(counts))
         second = sum(value * value * count for value, count in enumerate(counts))

@@ -24,7 +24,7 @@ from hvdtrain.data.shards import (
     stage,
     staged_folder,
 )
-from hvdtrain.data.writer import count_values, mean_and_std
+from hvdtrain.data.writer import counted, joined, mean_and_std
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.find import call_users, find_function
@@ -88,7 +88,8 @@ class Feeder:
         """Read one step's feed; rows whose images and labels are needed are read once."""
         for_images, for_labels = request
         if not len(for_images):
-            empty = np.empty((0, *self.samples.index.image_shape), np.uint8)
+            index = self.samples.index
+            empty = np.empty((0, *index.image_shape), index.image_dtype)
             return Feed(empty, for_images, self.samples.labels(for_labels))
         batch = self.augmentation.gather(self.samples, for_images)
         is_same = np.array_equal(for_images, for_labels)
@@ -201,14 +202,16 @@ def own_augmentation(config: TrainConfig, batch: Batch, epoch: int) -> np.ndarra
 
 def _checked(where: str, made: Any, images: np.ndarray) -> np.ndarray:
     """Return what a user's function made of images, if it has their form."""
-    if not isinstance(made, np.ndarray) or (made.shape, made.dtype) != (images.shape, np.uint8):
+    same_form = images.shape, images.dtype
+    if not isinstance(made, np.ndarray) or (made.shape, made.dtype) != same_form:
         form = (
             f"{made.dtype} {list(made.shape)}"
             if isinstance(made, np.ndarray)
             else type(made).__name__
         )
         raise UsageError(
-            f"{where} returned {form}: return images uint8 {list(images.shape)}, as it gets them"
+            f"{where} returned {form}: return images {images.dtype} {list(images.shape)}, as it "
+            "gets them"
         )
     return np.ascontiguousarray(made)
 
@@ -281,10 +284,11 @@ _MEASURING_BYTES = 2**30  # of the split in memory meanwhile, at most
 
 
 def normalisation(how: str, index: Index, rows: Rows, world: World) -> Normalisation:
-    """Return mean and deviation per channel, for pixels in 0..1. Collective.
+    """Return mean and deviation per channel, for numbers / UNIT. Collective.
 
     If a part of the train split is held out, the ranks measure the other part together: each
-    counts the values of a share of it. The sum of counts is the same on any number of ranks.
+    counts the values of a share of it. The sum of counts is the same on any number of ranks; of
+    numbers that are no pixels it would not be, so that each rank measures all.
 
     Args:
         how: the value of --normalise.
@@ -297,20 +301,23 @@ def normalisation(how: str, index: Index, rows: Rows, world: World) -> Normalisa
         return index.normalisation("unit")
     if how == "split" or len(rows) == index.splits["train"].count:
         return index.normalisation("meanstd")
-    first, last = split(len(rows), [1] * world.size)[world.rank]
     memory = min(_MEASURING_BYTES, cache_bytes(world.local_size))
-    counts = _counts(index, rows[first:last], memory)
-    return mean_and_std(np.sum(world.gather(counts), axis=0))
+    if index.image_dtype != "uint8":
+        return mean_and_std(_counts(index, rows, memory))
+    first, last = split(len(rows), [1] * world.size)[world.rank]
+    parts = _counts(index, rows[first:last], memory)
+    return mean_and_std([part for theirs in world.gather(parts) for part in theirs])
 
 
-def _counts(index: Index, rows: Rows, memory_bytes: int) -> np.ndarray:
-    """Return how many pixels of some training images have each value: int64 [channels, 256]."""
-    histogram = np.zeros((index.image_shape[2], 256), np.int64)
+def _counts(index: Index, rows: Rows, memory_bytes: int) -> list[np.ndarray]:
+    """Return what `counted` returns of some training images, in as few parts as can be."""
+    parts: list[np.ndarray] = []
     block = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // math.prod(index.image_shape)))
     with open_split(index, "train", memory_bytes) as samples:
         for start in range(0, len(rows), block):
-            count_values(samples.gather(rows[start : start + block]).images, histogram)
-    return histogram
+            parts.append(counted(samples.gather(rows[start : start + block]).images))
+            parts = [joined(parts)]
+    return parts
 
 
 def check_started(config: TrainConfig, world: World) -> None:
@@ -322,15 +329,20 @@ def check_started(config: TrainConfig, world: World) -> None:
 
 
 def check_images(config: TrainConfig, index: Index) -> None:
-    """Raise UsageError unless images are square, have 3 channels, and fit their targets.
+    """Raise UsageError unless the images fit their targets, the framework and augmentation.
 
     Targets of two dimensions or more are taken for fields over the image.
     """
-    height, width, channels = index.image_shape
-    if channels != 3 or height != width:
+    is_pixels = isinstance(index.input_size, int) and index.image_dtype == "uint8"
+    if not is_pixels and config.framework == "tensorflow":
         raise UsageError(
-            f"{config.data} holds images of {height}x{width}x{channels}: "
-            "models need square images of 3 channels"
+            f"{config.data} holds {index.image_dtype} inputs {list(index.image_shape)}, and "
+            "--framework tensorflow trains on square colour images: leave it out"
+        )
+    if not is_pixels and config.augment in AUGMENTATIONS[1:]:
+        raise UsageError(
+            f"--augment {config.augment} is for square colour images, and {config.data} holds "
+            "other inputs: give a function of your own"
         )
     if smoothing_of(config.loss) is not None and index.targets is not None:
         others = "use --loss mse, l1, pixel-cross-entropy or one of your own"

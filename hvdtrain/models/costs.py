@@ -24,15 +24,16 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from hvdtrain.data.index import InputSize
 from hvdtrain.errors import UsageError, one_line, users_line
 from hvdtrain.models.component import (
-    IMAGE_CHANNELS,
     Component,
     build_for_shapes,
     built_on,
     cast,
     isolated,
 )
+from hvdtrain.models.find import input_shape
 from hvdtrain.plan.traffic import Gradient, Sizes, as_matrix
 
 Result = TypeVar("Result")
@@ -51,20 +52,20 @@ class Boundary:
 
 def boundaries(
     components: Sequence[Component],
-    image_size: int,
+    image_size: InputSize,
     batch: int = 2,
     *,
     classes: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "meta",
 ) -> list[Boundary]:
-    """Return what each component emits for images [batch, 3, image_size, image_size].
+    """Return what each component emits for images of a size.
 
     Runs a forward pass in training mode, as `run_for_shapes` does.
 
     Args:
         components: the model.
-        image_size: width and height in pixels.
+        image_size: as of `models.components`.
         batch: number of images.
         classes: number of classes that the last component must emit; None allows any.
         dtype: of images and weights.
@@ -76,7 +77,7 @@ def boundaries(
             emit one tensor with the batch first, or if the last one does not emit
             [batch, classes]. The error names the component and its input shape.
     """
-    shape = (batch, IMAGE_CHANNELS, image_size, image_size)
+    shape = (batch, *input_shape(image_size))
     activation = torch.zeros(shape, dtype=dtype, device=device)
     emitted = []
     with torch.random.fork_rng(devices=[]):
@@ -253,17 +254,17 @@ class CountedComponent(Component):
 
 def component_costs(
     components: Sequence[Component],
-    image_size: int,
+    image_size: InputSize,
     *,
     classes: int | None = None,
     dtype: torch.dtype = torch.float32,
     autocast: str | None = None,
 ) -> list[ComponentCost]:
-    """Return the cost of each component for images [n, 3, image_size, image_size].
+    """Return the cost of each component for images of a size.
 
     Args:
         components: the model.
-        image_size: width and height in pixels.
+        image_size: as of `models.components`.
         classes: as in `boundaries`.
         dtype: of images and weights.
         autocast: the device type whose bf16 autocast forwards use; None for no autocast.
@@ -274,7 +275,7 @@ def component_costs(
     counted = [part.cost for part in components if isinstance(part, CountedComponent)]
     if len(counted) == len(components):
         return counted
-    shape = (IMAGE_CHANNELS, image_size, image_size)
+    shape = input_shape(image_size)
     costs = _counted(components, shape, dtype, nullcontext())
     if classes is not None:
         check_logits(components[-1], (BATCHES[0], *costs[-1].output_shape), classes)

@@ -10,9 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hvdtrain.data.index import InputSize
 from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
 from hvdtrain.options.givenmodel import GivenModel, refuse_lost
 
+IMAGE_CHANNELS = 3
 ModelFunction = Callable[..., object]
 
 
@@ -68,6 +70,11 @@ def call_users(what: str, function: ModelFunction, *arguments: Any) -> Any:
         raise UsageError(f"{what} failed with {one_line(error)}{users_line(error)}") from error
 
 
+def input_shape(size: InputSize) -> tuple[int, int, int]:
+    """Return (channels, height, width) of inputs."""
+    return size if isinstance(size, tuple) else (IMAGE_CHANNELS, size, size)
+
+
 def refuse_patches(model: str, patch_size: int | None) -> None:
     """Raise UsageError if a patch size is set, for a model that has none."""
     if patch_size is not None:
@@ -75,7 +82,11 @@ def refuse_patches(model: str, patch_size: int | None) -> None:
 
 
 def call(
-    model: str, function: ModelFunction, classes: int, image_size: int, patch_size: int | None
+    model: str,
+    function: ModelFunction,
+    classes: int,
+    image_size: InputSize,
+    patch_size: int | None,
 ) -> object:
     """Call the function of a model.
 
@@ -100,26 +111,33 @@ def call(
 
 
 def _arguments(
-    model: str, function: ModelFunction, classes: int, image_size: int, patch_size: int | None
-) -> dict[str, int]:
+    model: str,
+    function: ModelFunction,
+    classes: int,
+    image_size: InputSize,
+    patch_size: int | None,
+) -> dict[str, Any]:
     """Return the arguments of a model's function by the names of its parameters.
 
-    Without a parameter classes or num_classes, `**kwargs`, as of torchvision's functions, get
-    num_classes.
+    `input_shape` is (channels, height, width). Without a parameter classes or num_classes,
+    `**kwargs`, as of torchvision's functions, get num_classes.
 
     Raises:
         UsageError: if it requires something else, or cannot take a patch size that is set.
     """
-    known = {"classes": classes, "num_classes": classes, "image_size": image_size}
+    known: dict[str, Any] = {"classes": classes, "num_classes": classes}
+    known |= {"image_size": image_size, "input_shape": input_shape(image_size)}
     try:
         signature = inspect.signature(function)
         parameters = signature.parameters.values()
         values = {one.name: known[one.name] for one in parameters if one.name in known}
+        if isinstance(values.get("image_size"), tuple):
+            raise TypeError(f"inputs {image_size} have no image_size")
         kinds = [one.kind for one in parameters]
         is_open = inspect.Parameter.VAR_KEYWORD in kinds
         if not values and inspect.Parameter.VAR_POSITIONAL in kinds:
             raise TypeError("*args hides its parameters")
-        if is_open and not values.keys() - {"image_size"}:
+        if is_open and not values.keys() - {"image_size", "input_shape"}:
             values["num_classes"] = classes
         if "patch_size" not in signature.parameters:
             refuse_patches(model, patch_size)
@@ -129,7 +147,8 @@ def _arguments(
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"model {model!r} cannot take classes and image_size by name ({error}): call its "
-            "parameters classes (or num_classes) and image_size, and give others a default"
+            "parameters classes (or num_classes) and image_size, or input_shape for inputs of any "
+            "shape, and give others a default"
         ) from error
     return values
 

@@ -220,14 +220,14 @@ def _layer_of(component: nn.Module, path: str) -> str:
 
 
 class Images:
-    """Converts stored images to the input of the first component.
+    """Converts stored images, or other inputs, to the input of the first component.
 
-    uint8 [n, H, W, C] becomes floating [n, C, H, W] in channels_last format, which has the same
-    memory order, so that nothing is transposed.
+    uint8 [n, H, W, C], or other numbers, becomes floating [n, C, H, W] in channels_last format,
+    which has the same memory order, so that nothing is transposed.
 
     Args:
-        mean: per channel, of pixels / 255.
-        std: per channel, of pixels / 255.
+        mean: per channel, of numbers / 255.
+        std: per channel, of numbers / 255.
         device: of the result.
         precision: a key of DTYPES.
 
@@ -251,7 +251,10 @@ class Images:
             stored = self.resident.take(images)
         else:
             stored = torch.from_numpy(images).to(self.device, non_blocking=True)
-        return stored.permute(0, 3, 1, 2).to(self.dtype).mul_(self.scale).add_(self.shift)
+        scaled = stored.permute(0, 3, 1, 2).to(self.dtype)
+        # Inputs of this dtype are not copied, and may be read again.
+        scaled = scaled.mul(self.scale) if stored.dtype == self.dtype else scaled.mul_(self.scale)
+        return scaled.add_(self.shift)
 
     def _constant(self, values: np.ndarray, shape: tuple[int, ...]) -> Tensor:
         return torch.tensor(values, dtype=self.dtype, device=self.device).view(shape)

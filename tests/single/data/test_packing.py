@@ -401,7 +401,10 @@ def test_an_iterator_is_packed_by_a_function(tmp_path: Path) -> None:
     ("train", "message"),
     [
         ([], "the split `train` has no images"),
-        ([(np.zeros((4, 4)), 0)], "sample 0 of `train` cannot be used: its pixels are float64"),
+        (
+            [(np.zeros((4, 4)), 0)],
+            "sample 0 of `test` is uint8 [12, 12, 3], others are float64 [4, 4]",
+        ),
         ([(np.zeros((3, 5, 5), np.uint8), 0)], "its shape is 3x5x5"),
         ([(pixels_of(0), 0), (pixels_of(0, 5), 0)], "sample 1 of `train`: image of 5x5 pixels"),
         ([(pixels_of(0, 5), 0)], "sample 0 of `test`: image of 12x12 pixels, others have 5x5"),
@@ -592,7 +595,7 @@ def test_a_file_of_another_kind_is_answered_with_what_it_is(tmp_path: Path) -> N
         file["images"] = [0]
     save(tmp_path / "one.png", pixels_of(0))
     for name, content, message in (
-        ("set.h5", None, "is an HDF5 file: give a folder of images"),
+        ("set.h5", None, "set.h5: name its data sets, as "),
         ("set.csv", (tmp_path / "set.h5").read_bytes(), "is an HDF5 file: give a CSV file"),
         ("one.png", None, "is a single image: give"),
         ("list.txt", rows.encode(), "is text: give"),

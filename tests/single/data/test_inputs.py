@@ -1,0 +1,135 @@
+"""Inputs that are no square colour images: arrays of any channels, sides and type."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from hvdtrain import data
+from hvdtrain.data.index import UNIT
+from hvdtrain.data.order import holdout
+from hvdtrain.engine.feed import normalisation
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.world import World
+
+ALONE = World("none", 0, 1, 0, 1, 1)
+N, C, H, W = 40, 2, 6, 10
+TYPES = ("float32", "float64", "float16", "int16", "uint8")
+
+
+def arrays(dtype: str, n: int = N) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(3)
+    inputs = (100 * random.random((n, C, H, W))).astype(dtype)
+    targets = random.standard_normal((n, 1, H, W)).astype(np.float32)
+    return inputs, targets
+
+
+def stored(index: data.Index, split: str) -> data.Batch:
+    with data.open_split(index, split) as samples:
+        return samples.gather(np.arange(index.splits[split].count))
+
+
+@pytest.mark.proves(
+    "`data pack` takes inputs of any channels, sides and numbers, and their targets."
+)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_arrays_come_back_as_they_were(tmp_path: Path, dtype: str) -> None:
+    inputs, targets = arrays(dtype)
+    np.savez(tmp_path / "fields.npz", inputs=inputs, targets=targets)
+    index = data.pack(tmp_path / "fields.npz", tmp_path / "packed", split="0.8,0.2", shard_mb=1)
+    assert (index.input_size, index.image_dtype) == ((C, H, W), dtype)
+    assert {name: split.count for name, split in index.splits.items()} == {"train": 32, "test": 8}
+    both = [stored(data.read_index(tmp_path / "packed"), name) for name in ("train", "test")]
+    images = np.concatenate([batch.images for batch in both]).transpose(0, 3, 1, 2)
+    labels = np.concatenate([batch.labels for batch in both])
+    assert images.dtype == inputs.dtype
+    order = [int(np.flatnonzero((targets == label).all((1, 2, 3)))[0]) for label in labels]
+    assert sorted(order) == list(range(N))
+    assert np.array_equal(images, inputs[order])
+    train = both[0].images.astype(np.float64)
+    assert UNIT * np.array(index.mean) == pytest.approx(train.mean((0, 1, 2)))
+    assert UNIT * np.array(index.std) == pytest.approx(train.std((0, 1, 2)))
+
+
+def test_moments_of_the_rows_that_are_not_held_out(tmp_path: Path) -> None:
+    inputs, targets = arrays("float32")
+    np.savez(tmp_path / "fields.npz", inputs=inputs, targets=targets)
+    index = data.pack(tmp_path / "fields.npz", tmp_path / "packed", split="0.8,0.2")
+    rows, _ = holdout(32, 0.25, index.hash, 0)
+    mean, std = normalisation("meanstd", index, rows, ALONE)
+    with data.open_split(index, "train") as samples:
+        kept = samples.gather(rows).images.astype(np.float64)
+    assert UNIT * np.array(mean) == pytest.approx(kept.mean((0, 1, 2)))
+    assert UNIT * np.array(std) == pytest.approx(kept.std((0, 1, 2)))
+    mean, std = normalisation("unit", index, rows, ALONE)
+    assert (mean, std) == ((0.0, 0.0), (1 / UNIT, 1 / UNIT)), "numbers stay as they are"
+
+
+def test_data_sets_of_an_hdf5_file(tmp_path: Path) -> None:
+    inputs, targets = arrays("float32")
+    path = tmp_path / "simulation.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("run/inputs", data=inputs, chunks=(7, C, H, W), compression="gzip")
+        file["run/targets"] = targets
+        file["classes"] = np.arange(N) % 3
+    index = data.pack(f"{path}:/run/inputs,/run/targets", tmp_path / "fields", split="0.8,0.2")
+    assert (index.input_size, index.classes) == ((C, H, W), H * W)
+    index = data.pack(f"{path}:/run/inputs,/classes", tmp_path / "classes", split="0.8,0.2")
+    assert (index.targets, index.classes) == (None, 3)
+    whole = ",".join(["/run/inputs,/run/targets"] * 2)
+    assert data.pack(f"{path}:{whole}", tmp_path / "both").splits["test"].count == N
+    for names, fault in (
+        (
+            "/run/inputs,/run/x",
+            r"/run/x: is no data set of the file, which has /classes, /run/inp",
+        ),
+        ("/run/inputs", "name two data sets"),
+    ):
+        with pytest.raises(DataError, match=fault):
+            data.pack(f"{path}:{names}", tmp_path / "no", split="0.8,0.2")
+    with pytest.raises(DataError, match=r"name its data sets, as .*simulation\.h5:/inputs"):
+        data.pack(path, tmp_path / "no", split="0.8,0.2")
+
+
+def test_an_iterator_of_inputs(tmp_path: Path) -> None:
+    inputs, targets = arrays("float32")
+
+    def samples(first: int, last: int, target: Any) -> Iterator[tuple[np.ndarray, Any]]:
+        yield from ((inputs[row], target[row]) for row in range(first, last))
+
+    splits = {"train": samples(0, 30, targets), "test": samples(30, N, targets)}
+    index = data.write(tmp_path / "fields", splits)
+    assert index.target_form.shape == (1, H, W)
+    assert np.array_equal(stored(index, "test").images.transpose(0, 3, 1, 2), inputs[30:])
+    labels = np.arange(N) % 4
+    splits = {"train": samples(0, 30, labels), "test": samples(30, N, labels)}
+    assert data.write(tmp_path / "labels", splits).classes == 4
+    other = iter([(inputs[0], targets[0]), (inputs[0, :1], targets[0])])
+    with pytest.raises(DataError, match=r"sample 1 of `train` is float32 \[1, 6, 10\], others"):
+        data.write(tmp_path / "no", {"train": other, "test": samples(30, N, targets)})
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda inputs: inputs[:, 0, 0], r"float32 \[40, 10\]|\[40, 10\]: save inputs"),
+        (lambda inputs: inputs.astype(complex), r"complex128 .*: save inputs"),
+        (lambda inputs: np.where(inputs == inputs[7, 1, 2, 3], np.nan, inputs), "sample 7 is not"),
+    ],
+)
+def test_inputs_that_cannot_be_used_are_named(tmp_path: Path, change: Any, fault: str) -> None:
+    inputs, targets = arrays("float32")
+    np.savez(tmp_path / "fields.npz", inputs=change(inputs), targets=targets)
+    with pytest.raises(DataError, match=fault):
+        data.pack(tmp_path / "fields.npz", tmp_path / "packed", split="0.8,0.2")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_size_is_for_images(tmp_path: Path) -> None:
+    inputs, targets = arrays("float32")
+    np.savez(tmp_path / "fields.npz", inputs=inputs, targets=targets)
+    with pytest.raises(UsageError, match="holds no images: leave --size out"):
+        data.pack(tmp_path / "fields.npz", tmp_path / "packed", split="0.8,0.2", size=8)
