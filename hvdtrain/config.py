@@ -45,7 +45,8 @@ class TrainConfig(
 
     model: Model = option(  # noqa: RUF009
         MISSING,
-        "cnn, resnet18, resnet50, vit_tiny, vit_b16, cct_2, cct_6, or "
+        "cnn, resnet18, resnet50, vit_tiny or vit_b16 (both frameworks), cct_2, cct_6, "
+        "torchvision:NAME or timm:NAME (PyTorch), or "
         "package.module:function of your own",
         Group.DATA,
         Rule.FIRST | Rule.ONE_LINE,
@@ -199,6 +200,14 @@ class TrainConfig(
         Group.DATA,
         Rule.FIRST | Rule.ONE_LINE | Rule.ON_RESUME | Rule.TORCH_ONLY,
         "FILE",
+    )
+    freeze: str | None = option(
+        None,
+        "parameters that are not trained, by name, with * for any part of a name and commas "
+        "between several, such as 'layer1.*,stem.*'",
+        Group.DATA,
+        Rule.ONE_LINE | Rule.TORCH_ONLY,
+        "NAME,...",
     )
     seed: int = option(
         0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
+from hvdtrain.data.index import InputSize
 from hvdtrain.errors import UsageError
 from hvdtrain.options.givenmodel import GivenModel, refuse_lost
 
@@ -25,6 +26,7 @@ REGISTRY = {
     "cct_6": "hvdtrain.models.vit:cct_6",
 }
 MODEL_NAMES = tuple(REGISTRY)
+LIBRARIES = ("torchvision:", "timm:")  # before the name of a model of theirs
 
 
 def check_name(model: str) -> None:
@@ -36,23 +38,24 @@ def check_name(model: str) -> None:
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UsageError(
         f"unknown model {model!r}: {hint}use one of {', '.join(MODEL_NAMES)}, "
-        "or package.module:function for a model of your own"
+        "torchvision:NAME or timm:NAME, or package.module:function for a model of your own"
     )
 
 
 def components(
-    model: str, classes: int, image_size: int, patch_size: int | None = None, seed: int = 0
+    model: str, classes: int, image_size: InputSize, patch_size: int | None = None, seed: int = 0
 ) -> list[Component]:
-    """Return the components of `model` for square images and `classes` classes.
+    """Return the components of `model` for inputs of a size and `classes` classes.
 
     Args:
-        model: one of MODEL_NAMES or `package.module:function`, a function of (classes,
-            image_size) that returns a list of Component or of (name, build) pairs, or a torch
-            module, which becomes one component. The module is imported from the current folder
-            or from Python's module path. Also a model that was passed in Python: `TrainConfig`
-            gives it a name that carries it.
+        model: one of MODEL_NAMES, `torchvision:NAME` or `timm:NAME`, or
+            `package.module:function`, a function of (classes, image_size) that returns a list of
+            Component or of (name, build) pairs, or a torch module, which becomes one component.
+            The module is imported from the current folder or from Python's module path. Also a
+            model that was passed in Python: `TrainConfig` gives it a name that carries it.
         classes: number of classes.
-        image_size: width and height in pixels.
+        image_size: width and height in pixels of square images of three channels, or (channels,
+            height, width) of other inputs, which a user's function gets as `input_shape`.
         patch_size: in pixels, passed to models whose function has a parameter of that name.
         seed: of the random numbers that a user's function draws itself.
 
@@ -61,15 +64,21 @@ def components(
     """
     check_name(model)
     for what, value in (("classes", classes), ("image size", image_size)):
-        if value < 1:
+        if min(value if isinstance(value, tuple) else (value,)) < 1:
             raise UsageError(f"{what} {value} is not valid: it must be at least 1")
-    from hvdtrain.models import find
+    if isinstance(image_size, tuple) and (model in REGISTRY or model.startswith(LIBRARIES)):
+        raise UsageError(
+            f"{model} takes square images of three channels, and the data has inputs "
+            f"{'x'.join(map(str, image_size))} (channels, height, width): give a model of your "
+            "own, package.module:function with a parameter input_shape"
+        )
+    from hvdtrain.models import find, libraries
     from hvdtrain.models.component import as_components
     from hvdtrain.models.ready import components_of
 
     if isinstance(model, GivenModel):
         return components_of(model, model.model, classes, image_size, patch_size, seed)
-    function = find.find_function(REGISTRY.get(model, model))
+    function = libraries.function_of(model) or find.find_function(REGISTRY.get(model, model))
     if model not in REGISTRY:
         return components_of(model, function, classes, image_size, patch_size, seed)
     return as_components(model, find.call(model, function, classes, image_size, patch_size))

@@ -5,11 +5,11 @@ that any rank can build any component, in any order, and all ranks agree. In che
 gradients a parameter is called `component.parameter`, such as `layer1.0.conv1.weight`.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 import numpy as np
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
+from hvdtrain.models.find import IMAGE_CHANNELS as IMAGE_CHANNELS
 from hvdtrain.models.find import call_users
+from hvdtrain.models.shapes import component_seed as component_seed
 
-IMAGE_CHANNELS = 3
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
@@ -35,6 +36,7 @@ class Component:
         start: of normalised training images, [n, 3, size, size] fp32 on the CPU, returns what
             some of the module's parameters and buffers start with, by name. Rank 0 calls it;
             a checkpoint or --weights replaces its values.
+        frozen: patterns of the full names of parameters that are not trained.
 
     Raises:
         UsageError: for any other name, or if `build` is not a function.
@@ -43,6 +45,7 @@ class Component:
     name: str
     build: Callable[[], nn.Module]
     start: Callable[[Tensor], Mapping[str, Tensor]] | None = None
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -55,6 +58,38 @@ class Component:
                 f"component {self.name!r} holds a {type(self.build).__name__} where a function "
                 "that builds its module belongs: write lambda: ... or functools.partial(...)"
             )
+
+    def made(self) -> nn.Module:
+        """Return what `build` returns, with its frozen parameters."""
+        module = self.build()
+        for name, parameter in module.named_parameters() if self.frozen else ():
+            if any(fnmatchcase(f"{self.name}.{name}", pattern) for pattern in self.frozen):
+                parameter.requires_grad_(False)
+        return module
+
+
+def freeze(components: Sequence[Component], patterns: str) -> list[Component]:
+    """Return components whose parameters of these names are not trained.
+
+    Args:
+        patterns: full names, with * for any part of a name, joined by commas.
+
+    Raises:
+        UsageError: if one names no parameter.
+    """
+    wanted = tuple(patterns.split(","))
+    names = [
+        f"{part.name}.{name}"
+        for part in components
+        for name, _ in build_for_shapes(part).named_parameters()
+    ]
+    for pattern in wanted:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UsageError(
+                f"--freeze {pattern} names no parameter: they are {names[0]}, ..., {names[-1]}; * "
+                "stands for any part of a name"
+            )
+    return [replace(part, frozen=wanted) for part in components]
 
 
 def check_names(components: Sequence[Component]) -> None:
@@ -114,12 +149,6 @@ def as_components(model: str, returned: object) -> list[Component]:
     return components
 
 
-def component_seed(seed: int, name: str) -> int:
-    """Return the 64-bit seed of component `name` in a run with `seed`."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big")
-
-
 def build_component(
     component: Component,
     seed: int,
@@ -133,7 +162,7 @@ def build_component(
     no effect and do not change.
     """
     with isolated(component_seed(seed, component.name), "cpu"):
-        module = component.build()
+        module = component.made()
     return cast(component, module.to(device), dtype)
 
 
@@ -163,7 +192,7 @@ def start_of(component: Component, images: Tensor) -> dict[str, Tensor]:
 
 def build_started(component: Component, values: Mapping[str, Tensor]) -> nn.Module:
     """Build a component whose parameters and buffers start with these values, by name."""
-    module = component.build()
+    module = component.made()
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
             if name in values:
@@ -274,7 +303,7 @@ def built_on(component: Component, device: str) -> nn.Module:
     """
     try:
         with isolated(0, device):
-            module: object = component.build()
+            module: object = component.made()
     except HvdtrainError:
         raise
     except Exception as error:

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
+from hvdtrain.data.index import InputSize
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models import find
 from hvdtrain.models.component import (
@@ -32,7 +33,7 @@ def components_of(
     name: str,
     model: object,
     classes: int,
-    image_size: int,
+    image_size: InputSize,
     patch_size: int | None,
     seed: int,
 ) -> list[Component]:

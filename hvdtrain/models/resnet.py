@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvdtrain.models.component import IMAGE_CHANNELS, Component, check_image_size, kaiming_normal
-
-LARGEST_SMALL_IMAGE = 64  # pixels
-STEM_CHANNELS = 64
+from hvdtrain.models.shapes import DEPTHS, LARGEST_SMALL_IMAGE, STEM_CHANNELS
 
 
 def resnet18(classes: int, image_size: int) -> list[Component]:
@@ -30,7 +28,7 @@ def resnet18(classes: int, image_size: int) -> list[Component]:
 
     11,173,962 parameters for 10 classes with the small stem, 11,689,512 for 1000 with the large.
     """
-    return _resnet(BasicBlock, (2, 2, 2, 2), classes, image_size)
+    return _resnet(BasicBlock, DEPTHS["resnet18"], classes, image_size)
 
 
 def resnet50(classes: int, image_size: int) -> list[Component]:
@@ -38,7 +36,7 @@ def resnet50(classes: int, image_size: int) -> list[Component]:
 
     23,520,842 parameters for 10 classes with the small stem, 25,557,032 for 1000 with the large.
     """
-    return _resnet(Bottleneck, (3, 4, 6, 3), classes, image_size)
+    return _resnet(Bottleneck, DEPTHS["resnet50"], classes, image_size)
 
 
 class BasicBlock(nn.Module):

@@ -10,8 +10,7 @@ token. CCT-L/3x2 of the paper has L blocks and two 3x3 convolutions. The blocks 
 attention and before the MLP.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -20,29 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from hvdtrain.device import is_cpu
-from hvdtrain.errors import UsageError
 from hvdtrain.models.component import IMAGE_CHANNELS, Component, check_image_size, kaiming_normal
+from hvdtrain.models.shapes import EPSILON, VITS, Shape, patch_size_of
 
-LARGEST_SMALL_IMAGE = 64  # pixels; patches are 4 x 4 up to this size and 16 x 16 above
-EPSILON = 1e-6
 MOST_TOKENS = 512  # more are not multiplied in batches, whose weights take tokens^2 values
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a vision transformer.
-
-    Attributes:
-        width: of a token.
-        depth: number of blocks.
-        heads: per attention.
-        hidden: width of the hidden layer of each MLP.
-    """
-
-    width: int
-    depth: int
-    heads: int
-    hidden: int
 
 
 def vit_tiny(classes: int, image_size: int, patch_size: int | None = None) -> list[Component]:
@@ -52,7 +32,7 @@ def vit_tiny(classes: int, image_size: int, patch_size: int | None = None) -> li
     5,362,762 parameters for 10 classes and 32x32. Raises UsageError where `image_size` is not a
     multiple of `patch_size` (by default 4 for images of up to 64 pixels, else 16).
     """
-    return _vit(Shape(width=192, depth=12, heads=3, hidden=768), classes, image_size, patch_size)
+    return _vit(VITS["vit_tiny"], classes, image_size, patch_size)
 
 
 def vit_b16(classes: int, image_size: int, patch_size: int | None = None) -> list[Component]:
@@ -61,7 +41,7 @@ def vit_b16(classes: int, image_size: int, patch_size: int | None = None) -> lis
     86,567,656 parameters for 1000 classes and 224x224; 85,152,010 for 10 classes and 32x32, where
     patches of 4 x 4 pixels give 64 tokens, and patches of 16 x 16 would give 4.
     """
-    return _vit(Shape(width=768, depth=12, heads=12, hidden=3072), classes, image_size, patch_size)
+    return _vit(VITS["vit_b16"], classes, image_size, patch_size)
 
 
 class Embedding(nn.Module):
@@ -149,11 +129,8 @@ class Head(nn.Module):
 
 
 def _vit(shape: Shape, classes: int, image_size: int, patch_size: int | None) -> list[Component]:
-    if patch_size is None:
-        patch_size = 4 if image_size <= LARGEST_SMALL_IMAGE else 16
-    _check_patches(image_size, patch_size)
-    width = shape.width
-    embed = Component("embed", partial(Embedding, image_size, patch_size, width))
+    width, patch = shape.width, patch_size_of(image_size, patch_size)
+    embed = Component("embed", partial(Embedding, image_size, patch, width))
     return [embed, *blocks(shape), Component("head", partial(Head, width, classes))]
 
 
@@ -163,26 +140,6 @@ def blocks(shape: Shape) -> Iterator[Component]:
         attention = partial(Attention, shape.width, shape.heads)
         yield Component(f"block{index}.attention", attention)
         yield Component(f"block{index}.mlp", partial(Mlp, shape.width, shape.hidden))
-
-
-def _check_patches(image_size: int, patch_size: int) -> None:
-    if patch_size >= 1 and image_size % patch_size == 0:
-        return
-    patch_sizes = [size for size in range(1, image_size + 1) if image_size % size == 0]
-    message = (
-        f"images of {image_size} x {image_size} do not divide into patches of "
-        f"{patch_size} x {patch_size}: use a patch size of {_either(patch_sizes)}"
-    )
-    if patch_size >= 1:
-        below = image_size // patch_size * patch_size
-        image_sizes = [size for size in (below, below + patch_size) if size > 0]
-        message += f", or an image size of {_either(image_sizes)}"
-    raise UsageError(message)
-
-
-def _either(sizes: Sequence[int]) -> str:
-    *others, last = map(str, sizes)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def linear(in_features: int, out_features: int) -> nn.Linear:

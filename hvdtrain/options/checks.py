@@ -221,6 +221,7 @@ EXCLUDED = (
     ("allreduce", "shard_optimizer", "which sums by reduce-scatter", ONE),
     ("allreduce", "gathered", "which sends without an all-reduce", ONE),
     ("hierarchical", "by mpi", "whose all-reduces do not block", HOROVOD),
+    ("allreduce", "by torch", "which chooses it itself", ONE),
     ("memory limit", "sync", "whose memory it does not count", ONE),
     ("memory limit", "compress", "whose memory it does not count", ONE),
     ("memory limit", "shard_optimizer", "whose memory it does not count", ONE),
@@ -288,6 +289,7 @@ def uses(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, st
         "fp16": ("precision", values["precision"] == "fp16"),
         "hierarchical": ("allreduce", values["allreduce"] == "hierarchical"),
         "by mpi": ("reduce_with", values["reduce_with"] == "mpi"),
+        "by torch": ("reduce_with", values["reduce_with"] == "torch"),
         "gpu": ("device", values["device"] == "cuda"),
         "other loss": ("loss", smoothing_of(values["loss"]) is None),
     }

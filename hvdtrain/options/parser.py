@@ -324,6 +324,15 @@ class Parser(ArgumentParser):
         raise UsageError(f"a command is missing: one of {', '.join(subcommands(parser))}")
 
 
+# What users type as commands of `plan`, and what it is.
+MEANT = {
+    "auto": "plan show --plan auto",
+    "adaptive": "plan show --plan auto",
+    "explain": "plan show --explain",
+    "predict": "plan simulate",
+}
+
+
 def explain(message: str, options: Iterable[str], command: str) -> str:
     """Turn jsonargparse's message into one line.
 
@@ -349,6 +358,8 @@ def explain(message: str, options: Iterable[str], command: str) -> str:
         wrong = (
             f"{option} {value} is not known" if option in options else f"unknown command {value}"
         )
+        if meant := MEANT.get(value) if command.endswith(" plan") else None:
+            return f"{wrong}: write hvdtrain {meant}"
         return wrong + nearest(value, choices)
     if match := re.match(r"the following arguments are required: (.*)", message):
         keys = [name.split(".")[-1] for name in match[1].split(", ")]

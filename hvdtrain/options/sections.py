@@ -297,7 +297,7 @@ def parse_emulate(text: str) -> tuple[str, float | None]:
     return cluster, dilation
 
 
-Library = Literal["horovod", "mpi"]
+Library = Literal["horovod", "mpi", "torch"]
 Algorithm = Literal["auto", "ring", "recursive-doubling", "rabenseifner", "tree", "hierarchical"]
 
 
@@ -337,10 +337,11 @@ class SyncOptions:
     )
     reduce_with: Library | None = option(  # noqa: RUF009
         None,
-        "library that sums gradients",
+        "library that sums gradients; torch: torch.distributed, by NCCL on GPUs and by gloo on "
+        "CPUs and where ranks share a GPU",
         Group.SYNC,
         Rule.ON_RESUME | Rule.TORCH_ONLY,
-        shown_default="horovod, or mpi where Horovod is not installed",
+        shown_default="horovod; without it mpi; on GPUs torch, if Horovod has no NCCL",
     )
     allreduce: Algorithm = option(  # noqa: RUF009
         "auto",

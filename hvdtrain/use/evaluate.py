@@ -24,7 +24,7 @@ from hvdtrain.options.names import nearest
 from hvdtrain.options.sections import CROSS_ENTROPY, smoothing_of
 from hvdtrain.plan.schedule import EVALUATION_IMAGES
 from hvdtrain.training.run import Inputs
-from hvdtrain.use.trained import Trained, Which, read_config, trained_model
+from hvdtrain.use.trained import KerasModel, Trained, Which, answering, read_config
 
 TOP = 5
 FILES = ("evaluation.json", "classes.csv", "confusion.csv", "confusion.png")
@@ -159,13 +159,13 @@ def evaluate(
             a file cannot be written.
         DataError: if the run holds no checkpoint that verifies, or the data set is damaged.
     """
-    loss = read_config(Path(run)).get("loss", CROSS_ENTROPY)
+    loss = read_config(Path(run), of_keras=True).get("loss", CROSS_ENTROPY)
     if smoothing_of(loss) is None:
         raise UsageError(
             f"evaluate counts classes, and {run} has the loss {loss!r}: its "
             "summary.json holds what it measured, and hvdtrain.load returns the model"
         )
-    trained = trained_model(run, which, model, trust)
+    trained = answering(run, which, model, trust)
     folder = Path(trained.config.data if data is None else data)
     index = _index(folder, trained)
     if split not in index.splits:
@@ -179,9 +179,9 @@ def evaluate(
     return result
 
 
-def _index(folder: Path, trained: Trained) -> Index:
+def _index(folder: Path, trained: Trained | KerasModel) -> Index:
     """Return the index of a data set with the classes and the image size of the model."""
-    index = read_index(folder).at_size(trained.inputs.image_size)
+    index = read_index(folder).at_size(None if trained.inputs.shape else trained.inputs.image_size)
     names = trained.inputs.class_names
     if len(index.class_names) != len(names):
         raise UsageError(
@@ -197,7 +197,7 @@ def _index(folder: Path, trained: Trained) -> Index:
     return index
 
 
-def _measure(trained: Trained, index: Index, split: str) -> Evaluation:
+def _measure(trained: Trained | KerasModel, index: Index, split: str) -> Evaluation:
     """Return the evaluation, in the batches of an evaluation during training on one rank."""
     classes = index.classes
     confusion = np.zeros(classes**2, np.int64)
@@ -349,7 +349,7 @@ def predict(
     paths = [Path(image) for image in images]
     for path in paths:
         _check_file(path)
-    trained = trained_model(run, which, model, trust)
+    trained = answering(run, which, model, trust)
     classes = len(trained.inputs.class_names)
     if not classes:
         raise UsageError(f"{run} has no classes to predict: use hvdtrain.load for its outputs")
@@ -418,7 +418,7 @@ def _pixels(path: Path, inputs: Inputs, how: Resize) -> np.ndarray:
 
 
 def _predictions(
-    trained: Trained, batch: Sequence[Path], pixels: np.ndarray, top: int
+    trained: Trained | KerasModel, batch: Sequence[Path], pixels: np.ndarray, top: int
 ) -> list[Prediction]:
     probabilities, classes = trained.logits(pixels).double().softmax(1).topk(top, 1)
     names = trained.inputs.class_names

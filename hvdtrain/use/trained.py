@@ -1,12 +1,17 @@
 """The model of a run: loaded after a check of who could have written its code, and exported."""
 
+import atexit
 import io
+import json
 import logging
+import pickle
+import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,13 +35,14 @@ from hvdtrain.errors import DataError, UsageError, one_line
 from hvdtrain.host.files import check_target, ownership_problem, write_whole
 from hvdtrain.models import REGISTRY, weights
 from hvdtrain.models.component import Component, tensor_shapes
+from hvdtrain.models.find import input_shape
 from hvdtrain.options.givenmodel import GivenModel, Model
 from hvdtrain.parallel.stage import AUTOCAST, Images, StageModel
 from hvdtrain.training.run import Inputs, inputs_of, load_inputs
 from hvdtrain.world import World
 
 WEIGHTS = (".pth", ".pt")
-ONNX, PT2 = ".onnx", ".pt2"
+ONNX, PT2, KERAS = ".onnx", ".pt2", ".keras"
 Which = Literal["best", "last"]
 ALONE = World("none", 0, 1, 0, 1, 1)
 
@@ -74,6 +80,80 @@ class Trained:
 
     def _autocast(self) -> AbstractContextManager[object]:
         return devices.autocast(self.images.device, AUTOCAST.get(self.config.precision))
+
+
+class KerasModel:
+    """The trained model of a Keras run, which answers from a process of its own.
+
+    Attributes:
+        config, checkpoint, inputs: as of `Trained`.
+
+    Raises:
+        UsageError: if the run used a model that was passed in Python.
+    """
+
+    def __init__(self, run: Path, which: Which, trust: bool) -> None:
+        self.config = _config(run, None, of_keras=True)
+        self.checkpoint = saved_state(run, which)[1]
+        self.inputs = load_inputs(run) or _inputs_from_data(self.config, run)
+        check(run, self.config.model, trust)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def logits(self, images: np.ndarray) -> Tensor:
+        """Return the logits [n, classes] of images, uint8 [n, size, size, 3]."""
+        if self._process is None:
+            self._process = self._started(None)
+            atexit.register(self._process.kill)
+        asked, answers = self._process.stdin, self._process.stdout
+        assert asked is not None and answers is not None
+        try:
+            pickle.dump(images, asked)
+            asked.flush()
+            return torch.from_numpy(pickle.load(answers))
+        except (OSError, EOFError, pickle.UnpicklingError):
+            raise self._fault() from None
+
+    def write(self, path: Path) -> None:
+        """Write the model as a file of Keras, or its weights as PyTorch has them."""
+        self._process = self._started(path)
+        self._process.communicate()
+        if self._process.returncode:
+            raise self._fault()
+
+    def _started(self, file: Path | None) -> "subprocess.Popen[bytes]":
+        wanted = {
+            "config": asdict(self.config),
+            "checkpoint": str(self.checkpoint),
+            "classes": self.inputs.classes,
+            "image_size": self.inputs.image_size,
+            "mean": self.inputs.mean,
+            "std": self.inputs.std,
+            "file": None if file is None else str(file),
+        }
+        words = [sys.executable, "-m", "hvdtrain.backends.tensorflow.serve", json.dumps(wanted)]
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=self._said)
+
+    def _fault(self) -> UsageError:
+        assert self._process is not None
+        self._process.wait()
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines() or ["it ended"]
+        return UsageError(f"the Keras model of {self.checkpoint} cannot be used: {lines[-1]}")
+
+
+def answering(
+    run: str | Path, which: Which = "best", model: Model | None = None, trust: bool = False
+) -> "Trained | KerasModel":
+    """Return the model of a run of either framework, for its logits.
+
+    Raises:
+        UsageError, DataError: as `trained_model`.
+    """
+    if read_config(Path(run), of_keras=True).get("framework") == "tensorflow":
+        return KerasModel(Path(run), which, trust)
+    return trained_model(run, which, model, trust)
 
 
 class Classifier(nn.Module):
@@ -137,7 +217,7 @@ def trained_model(
     components = models.components(
         config.model,
         inputs.classes,
-        inputs.image_size,
+        inputs.size,
         config.patch_size,
         config.seed,
     )
@@ -168,8 +248,11 @@ def saved_state(run: Path, which: Which) -> tuple[Checkpoint, Path]:
     return newest, path
 
 
-def read_config(run: Path) -> dict[str, Any]:
-    """Return the saved configuration of a PyTorch run.
+def read_config(run: Path, of_keras: bool = False) -> dict[str, Any]:
+    """Return the saved configuration of a run.
+
+    Args:
+        of_keras: whether it may be a TensorFlow run.
 
     Raises:
         UsageError: if there is no such run, or it is a TensorFlow run, or was emulated.
@@ -177,10 +260,10 @@ def read_config(run: Path) -> dict[str, Any]:
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{run} is not the folder of a run: there is no config.yaml in it")
     config = configfile.load(run / "config.yaml")
-    if config.get("framework") == "tensorflow":
+    if config.get("framework") == "tensorflow" and not of_keras:
         raise UsageError(
-            f"{run} is a TensorFlow run, whose weights PyTorch cannot read: use its checkpoints, "
-            "which are safetensors files with Keras's names"
+            f"{run} is a TensorFlow run, which is no model of PyTorch: hvdtrain export {run} "
+            "FILE.keras writes one that Keras loads"
         )
     if config.get("emulate"):
         raise UsageError(
@@ -190,8 +273,8 @@ def read_config(run: Path) -> dict[str, Any]:
     return config
 
 
-def _config(run: Path, model: Model | None) -> TrainConfig:
-    saved = read_config(run)
+def _config(run: Path, model: Model | None, of_keras: bool = False) -> TrainConfig:
+    saved = read_config(run, of_keras)
     names = {item.name for item in fields(TrainConfig)}
     values = {name: value for name, value in saved.items() if name in names}
     if model is not None:
@@ -315,11 +398,15 @@ def export(
     """
     check_target(str(file), "the file")
     path = Path(file)
-    if path.suffix not in (*WEIGHTS, ONNX, PT2):
+    if path.suffix not in (*WEIGHTS, ONNX, PT2, KERAS):
         raise UsageError(
             f"{file}: the suffix decides the form: use .pth or .pt (weights), .onnx, or .pt2 "
-            "(torch.export)"
+            "(torch.export); of TensorFlow runs .keras or .pth"
         )
+    if read_config(Path(run), of_keras=True).get("framework") == "tensorflow":
+        return _export_keras(Path(run), path, which, trust)
+    if path.suffix == KERAS:
+        raise UsageError(f"{file}: {run} is a PyTorch run: use .pth, .pt, .onnx or .pt2")
     if path.suffix in WEIGHTS:
         name = str(read_config(Path(run)).get("model"))
         saved, checkpoint = saved_state(Path(run), which)
@@ -337,6 +424,26 @@ def export(
     write = write_onnx if path.suffix == ONNX else write_pt2
     write(path, trained)
     return trained.checkpoint
+
+
+def _export_keras(run: Path, path: Path, which: Which, trust: bool) -> Path:
+    """Write a TensorFlow run's model for Keras, or a built-in model's weights for PyTorch."""
+    model = KerasModel(run, which, trust)
+    if path.suffix == KERAS:
+        model.write(path)
+        return model.checkpoint
+    if path.suffix not in WEIGHTS or model.config.model not in REGISTRY:
+        raise UsageError(
+            f"{path}: a TensorFlow run is exported as .keras, and cnn, resnet18 and "
+            "the other built-in models as .pth, too"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        arrays = Path(folder, "weights.npz")
+        model.write(arrays)
+        with np.load(arrays) as loaded:
+            state = {name: torch.from_numpy(loaded[name]) for name in loaded}
+    weights.write(path, model.config.model, state, {})
+    return model.checkpoint
 
 
 INPUT, OUTPUT = "pixels", "logits"
@@ -398,8 +505,7 @@ def write_pt2(path: Path, trained: Trained) -> None:
 
 def _program(trained: Trained) -> torch.export.ExportedProgram:
     """Return the graph of a model on the CPU, for any number of images."""
-    size = trained.inputs.image_size
-    images = torch.zeros(EXAMPLE_IMAGES, 3, size, size)
+    images = torch.zeros(EXAMPLE_IMAGES, *input_shape(trained.inputs.size))
     shapes = {INPUT: {0: torch.export.Dim.DYNAMIC}}
     return torch.export.export(Classifier(trained).cpu().eval(), (images,), dynamic_shapes=shapes)
 

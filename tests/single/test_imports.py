@@ -20,7 +20,7 @@ ROOMS = (
     *("__main__", "cli", "commands", "jobs", "use", "study", "api", "bench"),
     *("training", "torch", "check", "backends", "tf", "keras", "doctor", "notebook"),
     *("health", "checkpoint", "emulate", "engine", "planner", "parallel", "sync", "models"),
-    *("plan", "precision", "configfile", "device", "launch", "setup", "config", "world"),
+    *("plan", "precision", "configfile", "device", "launch", "setup", "config", "world", "gloo"),
     *("data", "options", "transfer", "host", "__version__", "errors"),
 )
 # The modules that may import a library which is slow, missing on some machines, or conflicting.
@@ -35,7 +35,6 @@ OWNERS = {
         "sync.server",
     },
     "h5py": {"data"},
-    "safetensors": {"checkpoint.tensorfile"},
     "tensorflow": {"doctor", "keras", "backends.tensorflow", "study.fits"},
     "keras": {"doctor", "keras", "backends.tensorflow", "study.fits"},
     "submitit": {"jobs.slurm"},

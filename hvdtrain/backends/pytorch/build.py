@@ -20,13 +20,13 @@ from hvdtrain import device as devices
 from hvdtrain.backends.pytorch.parts import build_parts, probe_forms
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
-from hvdtrain.data.index import TargetForm
+from hvdtrain.data.index import InputSize, TargetForm
 from hvdtrain.engine.machine import machine_of
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.health.failure import patience, stalled
 from hvdtrain.host.activity import Activity
 from hvdtrain.models import REGISTRY
-from hvdtrain.models.component import IMAGE_CHANNELS, Component, build_component
+from hvdtrain.models.component import Component, build_component
 from hvdtrain.models.costs import (
     Boundary,
     CountedComponent,
@@ -36,6 +36,7 @@ from hvdtrain.models.costs import (
     sample_input,
     shape_of,
 )
+from hvdtrain.models.find import input_shape
 from hvdtrain.models.losses import check_loss, loss_of
 from hvdtrain.models.ready import ready_modules
 from hvdtrain.options.requests import Server
@@ -58,7 +59,7 @@ def build_runtime(
     plan: Plan,
     components: Sequence[Component],
     images: Images,
-    image_size: int,
+    image_size: InputSize,
     world: World,
     before: Runtime | None = None,
 ) -> Runtime:
@@ -328,7 +329,7 @@ def check_batches(
 
 
 def input_boundaries(
-    components: Sequence[Component], config: TrainConfig, image_size: int, form: TargetForm
+    components: Sequence[Component], config: TrainConfig, image_size: InputSize, form: TargetForm
 ) -> list[Boundary]:
     """Return the input of each component, by a forward pass of two images.
 
@@ -344,16 +345,17 @@ def input_boundaries(
     emitted = boundaries(components, image_size, classes=classes, dtype=dtype, device=device)
     if classes is None:
         check_loss(config, emitted[-1], form)
-    return [Boundary((2, IMAGE_CHANNELS, image_size, image_size), dtype), *emitted[:-1]]
+    return [Boundary((2, *input_shape(image_size)), dtype), *emitted[:-1]]
 
 
-def _device(config: TrainConfig, components: Sequence[Component], image_size: int) -> str:
+def _device(config: TrainConfig, components: Sequence[Component], image_size: InputSize) -> str:
     """Return where components run for their shapes.
 
     The meta device for any model of a user, for one that stands for another and may take its time,
     and for images so large that computing takes longer than what it loads.
     """
-    is_quick = config.model in REGISTRY and image_size <= LARGEST_QUICK_IMAGE
+    is_small = isinstance(image_size, int) and image_size <= LARGEST_QUICK_IMAGE
+    is_quick = config.model in REGISTRY and is_small
     is_real = not any(isinstance(part, CountedComponent) for part in components)
     return "cpu" if is_quick and is_real else "meta"
 

@@ -8,7 +8,7 @@ import torch
 
 from hvdtrain.backends.pytorch.parts import build_model, stage_optimizer
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.index import TargetForm
+from hvdtrain.data.index import InputSize, TargetForm
 from hvdtrain.engine.machine import machine_of
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import component_costs
@@ -51,7 +51,7 @@ class TorchParts:
 def subject_of(
     config: TrainConfig,
     components: Sequence[Component],
-    image_size: int,
+    image_size: InputSize,
     form: TargetForm,
     images: Images,
 ) -> Subject:

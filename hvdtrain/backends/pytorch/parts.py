@@ -11,9 +11,10 @@ from hvdtrain import device as devices
 from hvdtrain import world as worlds
 from hvdtrain.backends.pytorch.agreement import open_groups, stage_gradients, stage_meetings
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import InputSize
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
-from hvdtrain.models.find import call_users, find_function
+from hvdtrain.models.find import call_users, find_function, input_shape
 from hvdtrain.options.requests import Server as ServerRequest
 from hvdtrain.options.sections import OPTIMIZERS
 from hvdtrain.parallel.batchnorm import synchronise
@@ -261,7 +262,7 @@ def check_compiler(device: torch.device) -> None:
 def probe_forms(
     plan: Plan,
     parts: Mapping[int, Part],
-    image_size: int,
+    image_size: InputSize,
     config: TrainConfig,
     world: World,
     device: torch.device,
@@ -273,7 +274,7 @@ def probe_forms(
     Raises:
         UsageError: if the plan cuts where no gradient can pass.
     """
-    forms = [Form((3, image_size, image_size), DTYPES[config.precision], channels_last=True)]
+    forms = [Form(input_shape(image_size), DTYPES[config.precision], channels_last=True)]
     for number, stage in enumerate(plan.stages[:-1]):
         local_form = None
         if world.rank == stage.ranks[0]:

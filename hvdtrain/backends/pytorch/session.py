@@ -24,6 +24,7 @@ from hvdtrain.backends.pytorch.parts import set_learning_rate, set_progress
 from hvdtrain.backends.pytorch.state import TorchState, named_state, put_arrays, to_array
 from hvdtrain.checkpoint.store import EXTRA
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import InputSize
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Index
 from hvdtrain.device import Mark
@@ -45,7 +46,7 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.host.process import return_freed_memory
 from hvdtrain.models import weights
 from hvdtrain.models.component import Component
-from hvdtrain.options.requests import NO_SYNC
+from hvdtrain.options.requests import NO_SYNC, Server
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.runtime import (
     Logits,
@@ -61,6 +62,7 @@ from hvdtrain.plan.cut import COMPUTE, Cut, cut
 from hvdtrain.plan.plan import Plan, is_same_layout, moves
 from hvdtrain.plan.schedule import Program
 from hvdtrain.plan.trace import StepMarks
+from hvdtrain.sync.collectives import reduction_library
 from hvdtrain.sync.gradients import all_finite
 from hvdtrain.world import World
 
@@ -255,6 +257,15 @@ class TorchSession(Session):
         return self.state.counted()
 
     @override
+    def summed_by(self) -> str | None:
+        config = self.config
+        if isinstance(config.sync_request, Server):
+            return None
+        replicated = any(len(stage.ranks) > 1 for stage in self.plan.stages)
+        device = self.state.runtime.device
+        return reduction_library(config.reduce_with, self.world, device) if replicated else None
+
+    @override
     def local_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
         parts, rank = self.cut(len(batch), is_training).parts, self.world.rank
         first, last = (parts[stage].get(rank, ()) for stage in (0, self.plan.last))
@@ -435,7 +446,7 @@ class TorchMigration(Migration):
 
     @override
     def check(self, plan: Plan) -> None:
-        config, size, form = self.state.config, self.index.image_shape[0], self.index.target_form
+        config, size, form = self.state.config, self.index.input_size, self.index.target_form
         boundaries = input_boundaries(self.components, config, size, form)
         check_batches(config, plan, self.components, boundaries, self.epoch_length)
 
@@ -450,7 +461,7 @@ class TorchMigration(Migration):
                 state.plan,
                 plan,
                 self.components,
-                self.index.image_shape[0],
+                self.index.input_size,
                 state.world,
             )
             self.faults.renew()
@@ -473,7 +484,7 @@ def under_plan(
     before: Plan,
     after: Plan,
     components: Sequence[Component],
-    image_size: int,
+    image_size: InputSize,
     world: World,
 ) -> Runtime:
     """Return the interpreter of another plan with the same training state. Collective.

@@ -182,6 +182,10 @@ class KerasSession(Session):
         return EVALUATION_IMAGES * self.world.size
 
     @override
+    def summed_by(self) -> str | None:
+        return "horovod" if self.world.size > 1 else None
+
+    @override
     def local_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
         first, last = order.split(len(batch), [1] * self.world.size)[self.world.rank]
         return batch[first:last], batch[first:last]

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import models
+from hvdtrain.backends.tensorflow.models import NAMES, make
 from hvdtrain.checkpoint.tensorfile import DTYPES
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
@@ -34,10 +35,13 @@ def build_model(config: TrainConfig, classes: int, image_size: int) -> keras.Mod
         model: object = cnn(classes, image_size, config.seed)
     else:
         models.check_name(config.model)
-        if config.model in models.REGISTRY:
+        if config.model in NAMES:
+            made = make(config.model, classes, image_size, config.patch_size, config.seed)
+            return checked(config.model, made, classes, image_size)
+        if config.model in models.REGISTRY or config.model.startswith(models.LIBRARIES):
             raise UsageError(
-                f"--framework tensorflow has no model {config.model}: use cnn, or "
-                "package.module:function for your own Keras model"
+                f"--framework tensorflow has no model {config.model}: use cnn, {', '.join(NAMES)} "
+                "or package.module:function for your own Keras model"
             )
         function = find.find_function(config.model)
         model = find.call(config.model, function, classes, image_size, config.patch_size)

@@ -129,14 +129,14 @@ def test_a_function_that_requires_something_else_is_refused(parameters: str, rea
     message = refusal("own:build")
     assert message.startswith("model 'own:build' cannot take classes and image_size by name")
     assert f"({reason}" in message
-    assert message.endswith("(or num_classes) and image_size, and give others a default")
+    assert message.endswith("of any shape, and give others a default")
 
 
 def test_unknown_names_bring_the_nearest_ones() -> None:
     assert refusal("resnet_18") == (
         "unknown model 'resnet_18': did you mean resnet18 or resnet50? use one of cnn, "
-        "resnet18, resnet50, vit_tiny, vit_b16, cct_2, cct_6, or "
-        "package.module:function for a model of your own"
+        "resnet18, resnet50, vit_tiny, vit_b16, cct_2, cct_6, "
+        "torchvision:NAME or timm:NAME, or package.module:function for a model of your own"
     )
     assert refusal("").startswith("unknown model '': use one of cnn, resnet18, resnet50,")
 

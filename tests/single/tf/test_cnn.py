@@ -1,7 +1,6 @@
 """The CNN in Keras equals the CNN in PyTorch: each framework runs in a separate process."""
 
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,9 +50,10 @@ assert "torch" not in sys.modules
 """
 
 
-def run(framework: str, program: str, *arguments: Path) -> None:
+def run_program(framework: str, program: str, *arguments: object) -> None:
+    """Run a program in a process of a framework."""
     done = subprocess.run(
-        [warm.python(framework), "-c", program % {"classes": CLASSES, "size": SIZE}, *arguments],
+        [warm.python(framework), "-c", program, *map(str, arguments)],
         cwd=ROOT,
         env=program_environment() | {"HVDTRAIN_TEST_FRAMEWORK": framework},
         capture_output=True,
@@ -71,8 +71,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, np.ndar
     draw = np.random.default_rng(0)
     images = draw.standard_normal((BATCH, SIZE, SIZE, 3)).astype(np.float32)
     np.savez(inputs, images=images, labels=draw.integers(0, CLASSES, BATCH))
-    run("torch", IN_TORCH, inputs, theirs)
-    run("tensorflow", IN_KERAS, inputs, theirs, ours)
+    sizes = {"classes": CLASSES, "size": SIZE}
+    run_program("torch", IN_TORCH % sizes, inputs, theirs)
+    run_program("tensorflow", IN_KERAS % sizes, inputs, theirs, ours)
     return dict(np.load(ours)), float(np.load(theirs)["loss"])
 
 

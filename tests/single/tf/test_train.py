@@ -415,7 +415,7 @@ def test_a_damaged_shard_ends_the_run(hvdtrain: Program, small_set: Path, tmp_pa
         (("--model", "own:adding"), "has losses of its own (regularisers, add_loss)"),
         (("--model", "own:larger"), "does not turn images of 16x16 into one tensor: "),
         (("--model", "own:two"), "does not turn images of 16x16 into one tensor: "),
-        (("--model", "resnet18"), "--framework tensorflow has no model resnet18: use cnn, or "),
+        (("--model", "cct_2"), "--framework tensorflow has no model cct_2: use cnn, resnet18, "),
         (("--device", "cuda"), "--device cuda: TensorFlow sees no GPU on this host"),
         (("--image-size", "32"), "--image-size 32, but the images of "),
     ],

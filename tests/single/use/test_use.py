@@ -227,8 +227,8 @@ def test_a_run_of_an_older_version_takes_its_inputs_from_its_data_set(
     (older / "inputs.json").write_text('{"mean": 3}')
     message = refusal(partial(evaluate, older), DataError)
     assert "inputs.json is not valid (class_names is missing)" in message
-    (older / "config.yaml").write_text("model: cnn\nframework: tensorflow\n")
-    assert "is a TensorFlow run" in refusal(partial(evaluate, older), UsageError)
+    (older / "config.yaml").write_text("model: cnn\ndata: data\nframework: tensorflow\n")
+    assert "is a TensorFlow run" in refusal(partial(load, older), UsageError)
     assert "is not the folder of a run" in refusal(partial(evaluate, tmp_path), UsageError)
 
 
