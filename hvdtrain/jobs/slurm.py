@@ -87,8 +87,23 @@ def query(command: str, *arguments: str, with_stderr: bool = False) -> str:
     return done.stdout + (done.stderr if with_stderr else "")
 
 
+# What to do about a job that ended in a state of Slurm's.
+CURES = {
+    "OUT_OF_MEMORY": "it needed more memory than it had requested: submit it with a larger --mem, "
+    "more ranks, or a smaller --batch-size",
+    "TIMEOUT": "its time was over: submit it again, with a longer --time or --chain, to resume it",
+    "NODE_FAIL": "a node failed: submit it again, and it resumes",
+    "BOOT_FAIL": "a node did not start: submit it again",
+    "PREEMPTED": "a job of a higher priority took its nodes: submit it again, and it resumes",
+    "CANCELLED": "it was cancelled: submit it again, and it resumes",
+    "DEADLINE": "it could not end before its deadline",
+}
+
+
 def states(numbers: Sequence[str]) -> dict[str, State]:
     """Return the states of those of these jobs that Slurm still knows, by number.
+
+    Slurm forgets a job minutes after its end, unless it keeps accounts, which sacct prints.
 
     Raises:
         UsageError: as `query`.
@@ -104,6 +119,25 @@ def states(numbers: Sequence[str]) -> dict[str, State]:
         number, state, nodes, elapsed, reason, name = line.strip().split("|", 5)
         if number in requested:
             known[number] = State(state, name, nodes, elapsed, "" if reason == "None" else reason)
+    if forgotten := sorted(requested - known.keys()):
+        known |= _accounted(forgotten)
+    return known
+
+
+def _accounted(numbers: Sequence[str]) -> dict[str, State]:
+    """Return what Slurm's accounts have of jobs, by number; nothing where it keeps none."""
+    columns = "--format=JobID,State,NodeList,Elapsed,JobName"
+    arguments = ("--allocations", "--noheader", "--parsable2", columns)
+    try:
+        lines = query("sacct", *arguments, f"--jobs={','.join(numbers)}").splitlines()
+    except UsageError:
+        return {}
+    known = {}
+    for line in lines:
+        number, state, nodes, elapsed, name = line.split("|", 4)
+        if number in numbers:
+            # As in "CANCELLED by 1000".
+            known[number] = State(state.split()[0], name, nodes, elapsed)
     return known
 
 

@@ -210,7 +210,10 @@ def reasons_to_skip(
             length = ("epochs", "max_steps")
             is_as_long = all(old.get(name) == getattr(training, name) for name in length)
             if active[run]:
-                reason = f"{run} is job {', '.join(active[run])} already"
+                reason = (
+                    f"{run} is job {', '.join(active[run])} already, as it was submitted; for "
+                    f"other options of the job cancel it first: hvdtrain jobs cancel {run}"
+                )
             elif is_as_long and (run / "summary.json").exists():
                 reason = f"{run} is done already"
         reasons.append(reason)

@@ -251,7 +251,7 @@ def _row(run: Path, job_record: Record, job: str, state: State | None) -> Row:
     last = [line for line in lines if line.event in ("", "step", "epoch")][-1]
     if not note and not state.is_active and state.state != "COMPLETED":
         faults = [line.message for line in lines if line.event in ("", "fault")]
-        note = _last_line(job_record, job) or faults[-1]
+        note = slurm.CURES.get(state.state) or _last_line(job_record, job) or faults[-1]
     return Row(
         run=str(run),
         job=job,
@@ -345,6 +345,12 @@ def show_logs(run: str, rank: int, follow: bool) -> None:
     folder = Path(run)
     job_record = read(folder)
     if job_record is None:
+        inside = [one for one in sorted(folder.glob("*")) if os.path.lexists(one / RECORD)]
+        if inside:
+            raise UsageError(
+                f"{run} holds {len(inside)} runs with jobs: name one, as in hvdtrain jobs logs "
+                f"{inside[0]}"
+            )
         raise UsageError(f"{run} has no job: start one with hvdtrain jobs submit")
     if not 0 <= rank < job_record.ranks:
         raise UsageError(f"--rank {rank} does not exist: give 0 to {job_record.ranks - 1}")

@@ -150,7 +150,7 @@ def test_a_job_whose_time_is_up_saves_and_goes_on(
     run = tmp_path / "run"
     number = cluster.submit(
         *(_output(tmp_path), "--ntasks-per-node=2", "--cpus-per-task=1"),
-        *("--time=20", "--signal=USR1@90", SCRIPTS / "train.sbatch"),
+        *("--time=20", "--signal=USR2@90", SCRIPTS / "train.sbatch"),
         *(*_options(small_set, run), *SLOW),
         RUN=str(run),
     )
