@@ -200,12 +200,23 @@ def data_info(arguments: Sequence[str], destination: str, json: bool) -> int:
     from hvdtrain import data
 
     content = data.info(destination)
-    lines = "\n".join(f"{name}: {value}" for name, value in content.items())
-    print(as_json(content) if json else lines)
+    if json:
+        print(as_json(content))
+        return 0
+    _print_index(data.read_index(destination))
+    for name, split in content["splits"].items():
+        size = f"{split['bytes'] / 1e6:,.1f} MB in {split['shards']} shard(s)"
+        print(f"{name}: {split['count']:,} samples, {size}, {split['chunk_rows']:,} per chunk")
+    if content["class_names"]:
+        print(f"classes: {', '.join(content['class_names'])}")
+    for name in ("mean", "std"):
+        print(f"{name}: {', '.join(f'{value:.4f}' for value in content[name])}")
+    print(f"encoding: {content['encoding']}\nhash: {content['hash']}")
     return 0
 
 
 def _print_index(index: Any) -> int:
+    """Print a line on a packed data set, and what was noted while it was packed."""
     counts = ", ".join(f"{split.count:,} {name}" for name, split in index.splits.items())
     height, width, _ = index.image_shape
     pixels = f"{height}x{width} pixels" + (" when decoded" if index.resize else "")
@@ -245,7 +256,7 @@ def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
 
 def plan_check(arguments: Sequence[str], **values: Any) -> int:
     """Check that a plan computes the gradients of the serial step."""
-    config = PlanConfig(**values)
+    config = PlanConfig(**values).with_ranks()
     started = started_ranks()
     if started.size == 1 and config.ranks > 1:
         models.check_name(config.model)

@@ -18,7 +18,9 @@ from hvdtrain.plan.plan import Plan
 FACTOR = 1.5  # a straggler takes more than this times the expected seconds
 SMALLEST_SECONDS = 1e-3  # per step; smaller differences come from other work on the machine
 FEWEST_STEPS = 5  # steps of one judgement
-TIMES = 2  # judgements in a row before a rank is named
+# Judgements in a row before a rank is named; this many times more before it is named again, since
+# other processes may disturb a run again and again.
+TIMES, LONGER = 2, 4
 # Throughput has fallen below this part of its median, or this part of a step waits for data, in
 # as many judgements in a row, each of steps that take a second or longer.
 FALLEN, WAITING, LASTING = 0.6, 0.3, 3
@@ -61,12 +63,13 @@ class Stragglers:
         size = sum(map(len, groups))
         self.best = np.full(size, np.inf)
         self.slow = np.zeros(size, np.int64)  # judgements in a row
+        self.needed = np.full(size, TIMES)
         self.unjudged: list[NDArray[np.float64]] = []
 
     def look(self, vitals: NDArray[np.float64]) -> list[Straggler]:
         """Take a window [steps, ranks, Vitals]; return the ranks that are stragglers from now on.
 
-        A rank is returned once, and again only after it has recovered.
+        A rank is returned once, and again only after it has recovered and was slow for longer.
         """
         if len(self.best) < 2:
             return []
@@ -83,6 +86,8 @@ class Stragglers:
         excess = own_seconds - expected
         is_slow = (own_seconds > FACTOR * expected) & (excess > SMALLEST_SECONDS)
         self.slow = np.where(is_slow, self.slow + 1, 0)
+        named = np.flatnonzero(self.slow == self.needed)
+        self.needed[named] *= LONGER
         return [
             Straggler(
                 rank=int(rank),
@@ -90,7 +95,7 @@ class Stragglers:
                 expected_seconds=float(expected[rank]),
                 lost_fraction=float(min(1.0, excess[rank] / max(seconds[rank], 1e-9))),
             )
-            for rank in np.flatnonzero(self.slow == TIMES)
+            for rank in named
         ]
 
 

@@ -211,6 +211,7 @@ STAT = Path("/proc/stat")
 PROCESSORS = Path("/sys/devices/system/cpu")
 GROUPS = Path("/sys/fs/cgroup")
 MOST_SHARED = 0.05  # of the cores
+CROWDED = 1.5  # load average, in processes per core
 MOST_THROTTLED = 0.02  # of the time
 # Columns of a line of /proc/stat: user, nice, system, irq and softirq; and stolen.
 _BUSY, _STOLEN = (0, 1, 2, 5, 6), 7
@@ -294,6 +295,17 @@ def disturbance(loads: Iterable[Load]) -> Disturbance:
         stolen_cores=sum(stolen.values()) / elapsed,
         throttled_fraction=min(max(throttled, default=0.0) / elapsed, 1.0),
     )
+
+
+def crowd() -> str:
+    """Return that more processes want to run on this host than it has cores, or nothing.
+
+    By the load average of the last minute, as `uptime` shows it, which includes the ranks.
+    """
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < CROWDED * cores:
+        return ""
+    return f" ({load:.1f} processes compete for the {cores} core(s) of rank 0's host: see top)"
 
 
 def _stat(cores: set[int]) -> tuple[dict[int, float], dict[int, float]]:

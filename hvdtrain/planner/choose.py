@@ -10,9 +10,11 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 
+import torch
+
 from hvdtrain.config import TrainConfig
-from hvdtrain.device import check_horovod_on
 from hvdtrain.host.files import check_target
+from hvdtrain.options.sections import Library
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.planner import clusters, profilefile
 from hvdtrain.planner.agreement import EXACT, agreement_of, rank_bytes, size, typical_coding
@@ -33,12 +35,12 @@ from hvdtrain.planner.probe import (
     horovod_sum,
     measure_network,
     message_to_self,
-    started_mpi_sum,
+    started_sum,
 )
 from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import solve
-from hvdtrain.sync.collectives import MPICollectives, reduction_library
-from hvdtrain.world import World, communicator_among, temporary_horovod
+from hvdtrain.sync.collectives import check_horovod, open_group, reduction_library
+from hvdtrain.world import World, temporary_horovod
 
 LEAST_SPARE = 2**30  # bytes a rank needs to measure all-reduces beside its computation
 
@@ -211,15 +213,15 @@ def measure(subject: Subject, world: World) -> Known:
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
     handed = max(cost.output_bytes for cost in costs) * subject.config.batch_size
     config, message = subject.config, partial(message_to_self, exchange)
+    library = reduction_library(config.reduce_with, world, subject.images.device)
     # All of it while Horovod runs, whose thread takes part of a core, and memory.
-    with _sum_of_training(subject, world) as start:
+    with _sum_of_training(library, subject.images.device, world) as start:
         tools = subject.parts.tools(start, world)
         network = measure_network(world, tools, exchange, parameter_bytes, handed)
         disturb = None
-        uses_horovod = reduction_library(config.reduce_with, world) == "horovod"
         # All-reduces beside the computation hold memory too, which a limit must leave.
         spare = min(world.gather(spare_bytes(subject, world)))
-        if config.emulate is None and uses_horovod and spare > LEAST_SPARE:
+        if config.emulate is None and library == "horovod" and spare > LEAST_SPARE:
             ranks = range(world.size)
             disturb = Disturbance(start, tools.device, partial(network.reduce_seconds, ranks))
         times = local_times(subject, world, message, disturb=disturb)
@@ -232,13 +234,12 @@ def measure(subject: Subject, world: World) -> Known:
 
 
 @contextmanager
-def _sum_of_training(subject: Subject, world: World) -> Iterator[Start]:
+def _sum_of_training(library: Library, device: torch.device, world: World) -> Iterator[Start]:
     """Yield a function that starts an all-reduce over all ranks as training does. Collective."""
-    if reduction_library(subject.config.reduce_with, world) == "horovod":
-        check_horovod_on(subject.images.device, world)
+    if library == "horovod":
+        check_horovod(device, world)
         with temporary_horovod() as horovod:
             yield horovod_sum(horovod)
         return
-    everybody = tuple(range(world.size))
-    communicator_among(everybody)
-    yield started_mpi_sum(MPICollectives(everybody, world.rank, "planner"))
+    group = open_group(library, tuple(range(world.size)), world, device, "planner")
+    yield started_sum(group("sums"))

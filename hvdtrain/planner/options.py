@@ -1,6 +1,6 @@
 """Options of the commands that look at a plan, as a dataclass like the configuration of a run."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from hvdtrain.config import TrainConfig, field_of_train
@@ -14,7 +14,9 @@ class PlanConfig(ModelInConfig):
     """Options of `plan show`, `plan check` and `plan simulate`; they read no data, only shapes."""
 
     model: Model = field_of_train("model")
-    ranks: int = field(metadata=about("ranks of the plan"))
+    ranks: int = field(
+        default=0, metadata=about("ranks of the plan", default="as many as --cluster has")
+    )
     plan: str | None = field(
         default=None,
         metadata=about(
@@ -84,6 +86,20 @@ class PlanConfig(ModelInConfig):
         ),
     )
     json: bool = field(default=False, metadata=about("print one JSON object"))
+
+    def with_ranks(self) -> "PlanConfig":
+        """Return the options with a number of ranks: those of the cluster, if none is given.
+
+        Raises:
+            UsageError: if there is no cluster either.
+        """
+        if self.ranks:
+            return self
+        if self.cluster is None:
+            raise UsageError("missing: --ranks")
+        from hvdtrain.planner import clusters  # loads NumPy
+
+        return replace(self, ranks=clusters.load(self.cluster).ranks)
 
     def training(self, precision: FixedPrecision) -> TrainConfig:
         """Return the configuration of the training run that the plan is for.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import InputSize
 from hvdtrain.errors import UsageError, on_one_line
 from hvdtrain.host.files import write_text
 from hvdtrain.host.records import parse_json
@@ -25,7 +26,9 @@ MOST = 1e30  # a number in a file: sums of larger ones may overflow
 LARGEST = 64 * 2**20  # bytes: enough for 1,000 ranks with 100 components
 
 
-def model_words(config: TrainConfig, costs: "Sequence[ComponentCost]", image_size: int) -> str:
+def model_words(
+    config: TrainConfig, costs: "Sequence[ComponentCost]", image_size: InputSize
+) -> str:
     """Return the model and its images, as the subject of a profile has them."""
     patches = f", patches of {config.patch_size}" if config.patch_size else ""
     content = ""
@@ -41,7 +44,9 @@ def precision_words(config: TrainConfig) -> str:
     return f"{config.precision}{compiled}, {config.optimizer}"
 
 
-def subjects_of(config: TrainConfig, costs: "Sequence[ComponentCost]", image_size: int) -> str:
+def subjects_of(
+    config: TrainConfig, costs: "Sequence[ComponentCost]", image_size: InputSize
+) -> str:
     """Return a pattern of the subjects whose component times are those of a run's model.
 
     They may have another batch size, other ranks and all-reduces.

@@ -58,12 +58,11 @@ def draw(all_series: Sequence[Series], folder: Path) -> dict[str, str]:
     Raises:
         DataError: if one cannot be written.
     """
+    has_law = any(series.laws.law and series.laws.law.values for series in all_series)
+    law = "; dotted: the law, with its interval" if has_law else ""
     with pyplot.rc_context(STYLE):
         pictures: dict[str, tuple[str, Callable[..., bool]]] = {
-            "speedup.png": (
-                "Speed-up over one rank; dashed: ideal; dotted: the law, with its interval.",
-                _speedup,
-            ),
+            "speedup.png": (f"Speed-up over one rank; dashed: ideal{law}.", _speedup),
             "efficiency.png": ("Efficiency; dashed: ideal.", _efficiency),
             "time.png": ("Time of the steps by cause, by number of ranks.", _time),
             "accuracy.png": (
@@ -103,8 +102,16 @@ def _speedup(axes: Any, all_series: Sequence[Series]) -> bool:
             along = np.geomspace(1, most, 100)
             _law(axes, law, along, colour)
     _by_ranks(axes, all_series, "speed-up")
+    _show_medians(axes, all_series, "speedup", most)
     axes.legend()
     return True
+
+
+def _show_medians(axes: Any, all_series: Sequence[Series], name: str, ideal: float) -> None:
+    """Let the axis fit the medians: an interval of noisy repeats would swamp them, and is cut."""
+    values = [getattr(size, name).value for series in all_series for size in series.sizes]
+    top = 1.5 * max(ideal, *values)
+    axes.set_ylim(0, min(axes.get_ylim()[1], top))
 
 
 def _law(axes: Any, law: Fit, along: NDArray[np.float64], colour: str) -> None:
@@ -125,6 +132,7 @@ def _efficiency(axes: Any, all_series: Sequence[Series]) -> bool:
         _points(axes, ranks, efficiencies, place, _label(series, all_series))
     axes.set_ylim(0, max(1.1, axes.get_ylim()[1]))
     _by_ranks(axes, all_series, "efficiency")
+    _show_medians(axes, all_series, "efficiency", 1.1)
     if len(all_series) > 1:
         axes.legend()
     return True

@@ -55,8 +55,9 @@ def write(
     pictures = plots.draw(all_series, folder) if all_series else {}
     parts = ["# Scaling report", origin(results)]
     parts += [_section(series, wanted) for series in all_series]
-    if not all_series:
-        parts.append("No runs on one and on several ranks with the same settings to compare.")
+    compared = {run.path for series in all_series for run in series.runs}
+    if alone := [run for run in results if run.path not in compared]:
+        parts += _alone(alone, folder)
     if pairs is not None:
         base = str(wanted.compare)
         parts += [f"## Compared with {literal(base)}", sections.comparison_section(pairs, base)]
@@ -70,7 +71,7 @@ def write(
     if lines := _disturbed(all_series):
         parts += ["## Disturbed runs", DISTURBED, _list(lines)]
     if left_out or without:
-        parts += ["## Left out", _list([*left_out, *without])]
+        parts += ["## Not compared", _list([*left_out, *without])]
     text = "\n\n".join(parts) + "\n"
     contents = {
         "report.md": text,
@@ -84,6 +85,44 @@ def write(
     for name, content in contents.items():
         files.write_text(folder / name, content, "the report", DataError)
     return folder / "report.md"
+
+
+def _alone(runs: Sequence[Result], folder: Path) -> list[str]:
+    """Return a section on runs that are compared with no others, with curves of some of them."""
+    rows = []
+    for run in runs:
+        last = run.epochs[-1] if run.epochs else None
+        losses = (last.train_loss, last.loss, last.accuracy) if last else (None, None, None)
+        shown = ["-" if value is None else f"{value:.4f}" for value in losses]
+        rows.append(
+            {
+                "run": literal(run.name),
+                "plan": literal(run.plan),
+                "ranks": str(run.ranks) if run.has_one_size else f"{run.ranks} at the end",
+                "images/s": f"{run.images_per_second:,.0f}",
+                "epochs": str(len(run.epochs)),
+                "seconds": f"{run.seconds:,.1f}",
+                "communication": f"{run.exposed / run.train_seconds:.1%}",
+                "peak memory (MiB)": f"{run.peak_memory_bytes / 2**20:,.0f}",
+                **dict(zip(("training loss", "test loss", "accuracy"), shown, strict=True)),
+            }
+        )
+    parts = ["## Runs", RUNS, markdown_table(rows)]
+    first = {run.name: [run] for run in runs[: len(plots.COLOURS)]}
+    more = f", of the first {len(first)} runs" if len(first) < len(runs) else ""
+    for name, label in (("accuracy", "test accuracy"), ("train_loss", "training loss")):
+        epochs = [epoch for (run,) in first.values() for epoch in run.epochs]
+        if any(getattr(epoch, name) is not None for epoch in epochs):
+            plots.draw_by_epoch(first, name, label, folder / f"runs_{name}.png")
+            text = f"{label[0].upper()}{label[1:]} by epoch{more}."
+            parts.append(f"![{text}](runs_{name}.png)\n\n*{text}*")
+    return parts
+
+
+RUNS = (
+    "These runs are compared with no others: that needs runs on one and on several ranks, with "
+    "the same settings and threads per rank."
+)
 
 
 def _disturbed(all_series: Sequence[Series]) -> list[str]:
@@ -163,7 +202,10 @@ def _section(series: Series, wanted: ReportOptions) -> str:
     if best.threads != base.threads:
         text += f" The best serial run has {_threads(best.threads)}."
     parts = [f"## {literal(series.title)}", text]
-    parts += [_table(series), _lost_table(series)]
+    parts += [_table(series)]
+    if noisy := [size for size in series.sizes if _is_noisy(size.speedup)]:
+        parts.append("\n".join(map(_noise, noisy)))
+    parts += [_lost_table(series)]
     parts += _predicted(series)
     accuracy = wanted.to_accuracy or sections.expected_accuracy(series)
     if (text := sections.energy_section(series, accuracy)) != "":
@@ -176,6 +218,21 @@ def _section(series: Series, wanted: ReportOptions) -> str:
     )
     parts.append(sections.laws_text(series))
     return "\n\n".join(parts)
+
+
+NOISY = 2.0  # ratio of the ends of an interval from which on its middle says little
+
+
+def _is_noisy(estimate: Estimate) -> bool:
+    low, high = estimate.low, estimate.high
+    return low is not None and high is not None and high > NOISY * max(low, 0.0)
+
+
+def _noise(size: Size) -> str:
+    return (
+        f"- {size.ranks} ranks: the repeats differ widely, and these numbers say little (speed-up"
+        f" {number(size.speedup, '.2f')}): repeat the runs on a quiet machine."
+    )
 
 
 def _table(series: Series) -> str:

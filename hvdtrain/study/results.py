@@ -71,10 +71,12 @@ class Result:
         step_seconds: median time of a step on a whole batch.
         predicted_seconds: time of a step that the planner predicted, None if it made no plan.
         agreement: how replicas agreed, as options without their dashes.
+        summed_by: the library that summed gradients; None if nothing was summed.
         counted: what ranks counted about it, by its key in summary.json.
         disturbances: what else used the cores, by host; empty if that was not recorded.
         energy: joules of all hosts by source, such as RAPL; empty unless every host was counted
             from the first step of the run to its end.
+        has_one_size: whether it never resumed with another plan or number of ranks.
         name: its name in texts: the path below the nearest folder of all runs.
     """
 
@@ -106,9 +108,11 @@ class Result:
     step_seconds: float = 0.0
     predicted_seconds: float | None = None
     agreement: str = EXACT
+    summed_by: object = "horovod"
     counted: Mapping[str, float] = field(default_factory=dict)
     disturbances: Mapping[str, Disturbance] = field(default_factory=dict)
     energy: Mapping[str, float] = field(default_factory=dict)
+    has_one_size: bool = True
     name: str = ""
 
     @property
@@ -172,22 +176,15 @@ def _check_names(result: Result) -> None:
             raise ValueError(f"{name[:LONGEST_NAME]!r} is not a name of one line")
 
 
-def _check_size(plan: Layout, devices: int, lines: list[Line], config: dict[str, Any]) -> None:
-    """Refuse a run that used several numbers of ranks or several plans.
-
-    Raises:
-        ValueError: if it did.
-    """
+def _has_one_size(plan: Layout, devices: int, lines: list[Line], config: dict[str, Any]) -> bool:
+    """Return whether a run used one plan and number of ranks, from its first start to its end."""
     # An adaptive run changes its plan, but not its ranks.
     may_change = is_adaptive(parse_plan_request(config.get("plan")))
-    for line in lines:
-        used = Layout(line.stages)
-        is_same = used.ranks == plan.ranks if may_change else used == plan
-        if line.event == "plan" and not (is_same and line.devices_a_rank == devices):
-            raise ValueError(
-                "it resumed with another plan or number of ranks, so it does not belong to one "
-                "size"
-            )
+    used = [(Layout(line.stages), line.devices_a_rank) for line in lines if line.event == "plan"]
+    return all(
+        (one.ranks == plan.ranks if may_change else one == plan) and each == devices
+        for one, each in used
+    )
 
 
 def _settings(config: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +200,6 @@ def _settings(config: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]
 def _result(run: Path, summary: Summary, lines: list[Line], config: dict[str, Any]) -> Result:
     steps = [line for line in lines if line.event == "step"]
     devices, train_seconds = summary.devices_a_rank, summary.train_seconds
-    _check_size(summary.plan, devices, lines, config)
     threads, batch_size = summary.machine.get("threads"), int(config["batch_size"])
     data, imbalance = _shares(steps, batch_size, summary.plan)
     return Result(
@@ -237,11 +233,13 @@ def _result(run: Path, summary: Summary, lines: list[Line], config: dict[str, An
             (line.predicted_seconds for line in lines if line.event == "plan"), None
         ),
         agreement=_agreement(config),
+        summed_by=summary.agreement.get("library", "horovod"),
         counted={
             name: value for name, value in summary.agreement.items() if isinstance(value, float)
         },
         disturbances={line.host: line for line in summary.disturbance},
         energy=_energy(summary),
+        has_one_size=_has_one_size(summary.plan, devices, lines, config),
     )
 
 

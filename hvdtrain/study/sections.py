@@ -371,24 +371,33 @@ def methods(all_series: Sequence[Series], results: Sequence[Result]) -> str:
     scaling = " and ".join(sorted({series.scaling for series in all_series}))
     epochs = _all(len(run.epochs) for run in runs)
     threads = _all(run.threads for run in runs)
-    hvdtrain, horovod = (
-        _all(run.versions.get(name) or "of unknown version" for run in runs)
-        for name in ("hvdtrain", "horovod")
-    )
+    hvdtrain = _all(run.versions.get("hvdtrain") or "of unknown version" for run in runs)
+    sums = " and ".join(sorted({_summed_by(run) for run in runs if run.summed_by is not None}))
     known = {name: {run.versions[name] for run in runs if name in run.versions} for name in NAMES}
     frameworks = " and ".join(
         f"{NAMES[name]} {_all(known[name])}" for name in NAMES if known[name]
     )
     return (
         f"We measured {scaling} scaling of {models} on {', '.join(map(str, sizes))} ranks "
-        f"({' and '.join(machines(runs))}) with hvdtrain {hvdtrain}, {frameworks or 'PyTorch'} "
-        f"and Horovod {horovod}. Each rank used {threads} thread(s), also in the baseline of one "
-        f"rank. Each size was run {counts} time(s) for {epochs} epoch(s). "
+        f"({' and '.join(machines(runs))}) with hvdtrain {hvdtrain} and "
+        f"{frameworks or 'PyTorch'}. {f'{sums} summed the gradients. ' if sums else ''}Each rank "
+        f"used {threads} thread(s), also in the baseline of one rank. Each size was run {counts} "
+        f"time(s) for {epochs} epoch(s). "
         "Throughput is the number of images divided by the wall time of the training steps, "
         "without start-up and evaluation. We report medians of the repeats with 95 % intervals by "
         "Student's t distribution on the logarithms (ratios: Welch), following Hoefler and Belli "
         "(2015) in what is reported."
     )
+
+
+def _summed_by(run: Result) -> str:
+    """Return the library that summed a run's gradients, with its version."""
+    if run.summed_by == "torch":
+        return "torch.distributed"
+    if run.summed_by == "mpi":
+        version = run.versions.get("openmpi")
+        return f"MPI (Open MPI {version})" if version else "MPI"
+    return f"Horovod {run.versions.get('horovod') or 'of unknown version'}"
 
 
 def _all(values: Iterable[object]) -> str:

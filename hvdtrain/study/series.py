@@ -70,7 +70,8 @@ class Size:
     """Repeats with one number of ranks.
 
     Attributes:
-        serial_fraction: that of Karp and Flatt in strong scaling; None on one rank.
+        serial_fraction: that of Karp and Flatt in strong scaling; None without a speed-up, and
+            where it is more than linear, which the formula does not know.
     """
 
     ranks: int
@@ -144,11 +145,17 @@ def arrange(results: Iterable[Result]) -> tuple[list[Series], list[str]]:
     One rank has nobody to agree with: it is the baseline of all ways to agree.
     """
     groups: dict[str, list[Result]] = defaultdict(list)
+    left_out: list[str] = []
     for result in results:
+        if not result.has_one_size:
+            left_out.append(
+                f"{result.name}: it resumed with another plan or number of ranks, so it belongs "
+                "to no size"
+            )
+            continue
         settings = {k: value for k, value in result.settings.items() if k not in SYNC_OPTIONS}
         groups[json.dumps([result.model, settings], sort_keys=True)].append(result)
     all_series: list[Series] = []
-    left_out: list[str] = []
     for runs in groups.values():
         serial = [run for run in runs if run.ranks == 1]
         used: set[object] = set()
@@ -264,7 +271,7 @@ def _size(
         core_hours=median([run.core_hours for run in runs]),
         lost=_lost(runs, base),
         serial_fraction=serial_fraction(speedup, ranks)
-        if scaling == "strong" and ranks > 1
+        if scaling == "strong" and 1 < speedup.value < ranks
         else None,
     )
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from markdown import markdown
+from matplotlib import pyplot
 
-from hvdtrain.study import laws, report, sections
+from hvdtrain.study import laws, plots, report, sections
 from hvdtrain.study.results import Epoch
 from hvdtrain.study.series import Series, arrange
 from tests.pure.study.test_results import write_run
@@ -131,6 +132,32 @@ def test_the_time_to_an_accuracy_is_that_of_the_first_epoch_that_reached_it() ->
     assert two["seconds"] == "12.0"
     assert two["speed-up"] == "1.67"
     assert "0 of 2" in sections.target_section(series, 0.9)
+
+
+def test_a_report_of_single_runs_has_a_table_and_curves(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "one", 2, 100.0, [9.0, 9.0])
+    write_run(tmp_path / "runs" / "moved", 2, 60.0, [5.0] * 2, starts=[1, 2])
+    path = report.write([str(tmp_path / "runs")], str(tmp_path / "report"))
+    text = path.read_text()
+    assert "| moved | dp | 2 at the end |" in text
+    assert "| one | dp | 2 |" in text
+    assert "![Training loss by epoch.](runs_train_loss.png)" in text
+    assert (path.parent / "runs_train_loss.png").exists()
+    assert "one: no run on one rank with the same settings" in text
+
+
+def test_noisy_repeats_are_said_to_be_so_and_cut_in_the_picture(tmp_path: Path) -> None:
+    series = arrange([a_run(1, 100.0), a_run(1, 101.0), a_run(2, 40.0), a_run(2, 400.0)])[0]
+    assert series[0].sizes[1].serial_fraction is None, "more than linear"
+    runs = [a_run(1, rate) for rate in (99.0, 100.0, 101.0)]
+    quiet = arrange([*runs, *(a_run(2, 1.9 * one.images_per_second) for one in runs)])[0]
+    wanted = report.ReportOptions()
+    assert "the repeats differ widely" in report._section(series[0], wanted)
+    assert "the repeats differ widely" not in report._section(quiet[0], wanted)
+    figure, axes = pyplot.subplots()
+    plots._speedup(axes, series)
+    assert axes.get_ylim()[1] <= 1.5 * max(2.0, series[0].sizes[1].speedup.value)
+    pyplot.close(figure)
 
 
 def test_runs_that_trained_nothing_are_left_out(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hvdtrain.errors import DataError
 from hvdtrain.jobs.estimate import estimate
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.study import report, results
+from hvdtrain.study.series import arrange
 
 IMAGES = 1000
 
@@ -192,8 +193,10 @@ def test_a_run_that_went_on_with_other_ranks_is_of_no_size(
     write_run(tmp_path / "one", 1, 100.0, [9.0])
     write_run(tmp_path / "other", ranks, 60.0, [5.0] * starts[0], starts=starts)
     finished, left_out = results.find([str(tmp_path)])
-    assert [(result.path.name, result.name) for result in finished] == [("one", "one")]
-    assert "it resumed with another plan or number of ranks" in left_out[0]
+    assert [(one.name, one.has_one_size) for one in finished] == [("one", True), ("other", False)]
+    assert not left_out
+    _, without = arrange(finished)
+    assert "other: it resumed with another plan or number of ranks" in without[0]
 
 
 def test_a_finished_run_without_its_configuration_is_named(tmp_path: Path) -> None:
