@@ -75,6 +75,8 @@ def test_outputs_gradients_and_weights(
     tmp_path: Path, name: str, size: int, count: int, kind: str
 ) -> None:
     bound = 1e-5 if kind == "float32" else 1e-9
+    if name == "resnet50" and kind == "float32":
+        bound = 1e-4  # batch norms over five images amplify rounding
     if name.startswith("vit"):  # TensorFlow's GELU takes the root of 2 in fp32
         bound = max(bound, 1e-6)
     files = {key: tmp_path / f"{key}.npz" for key in ("given", "weights", "torch", "keras")}
