@@ -200,9 +200,9 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_bits(
     summary = trained(hvdtrain, small_set, run, "--checkpoint-every", "3 steps", "--resume")
     assert summary["weights_sha256"] == undisturbed["weights_sha256"]
     assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
-    done = hvdtrain("export", run, tmp_path / "weights.pth")
+    done = hvdtrain("export", run, tmp_path / "model.onnx")
     assert done.returncode == 2
-    assert "is a TensorFlow run" in done.stderr
+    assert "a TensorFlow run is exported as .keras" in done.stderr
 
 
 def test_a_rank_that_is_killed_ends_the_job_and_another_start_finishes_it(
