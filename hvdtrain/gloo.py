@@ -17,8 +17,12 @@ NO_LIMIT = timedelta(days=365)  # a watchdog judges hangs
 
 
 def start() -> "Communicator":
-    """Join the ranks whose address torchrun, or another launcher of PyTorch, has set."""
-    if not distributed.is_initialized():  # by the user's program
+    """Join the ranks whose address torchrun, or another launcher of PyTorch, has set.
+
+    They stay joined until the process ends: the launcher's store keeps the addresses of a first
+    time, at which a second one would wait for ever.
+    """
+    if not distributed.is_initialized():  # by the user's program, or an earlier run
         distributed.init_process_group("gloo", timeout=NO_LIMIT)
     return Communicator(tuple(range(distributed.get_world_size())))
 

@@ -165,12 +165,8 @@ def start(
 
 def _join_by_torch() -> tuple[Any, Any]:
     """Return communicators of all ranks, and of those on this host. Collective."""
-    global _starts_torch
-    from torch import distributed
-
     from hvdtrain import gloo
 
-    _starts_torch = not distributed.is_initialized()
     everybody = gloo.start()
     return everybody, everybody.split(socket.gethostname())
 

@@ -15,7 +15,7 @@ arguments=("$@")
 MPIRUN=${MPIRUN:-flux run}
 if ((nodes > 1)); then MPIRUN="$MPIRUN -N $nodes"; fi
 source schedulers/train.sh
-if ((code == 75)); then # the enclosing instance takes the next start
+if ((code == 75)) && [[ -z $ended ]]; then # the enclosing instance takes the next start
     RUN=$run flux --parent batch -N "$nodes" -n "$ranks" schedulers/train.flux "${arguments[@]}"
 fi
 exit "$code"

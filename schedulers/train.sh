@@ -14,9 +14,10 @@ for argument; do
 done
 set -- "$@" --run "$run" --resume auto
 
-child=
+child= ended=
 # Open MPI's mpirun passes SIGUSR1 on to its ranks, and so does hvdtrain's own launcher.
-trap '[[ -z $child ]] || kill -USR1 "$child"' USR1 USR2 TERM
+trap '[[ -z $child ]] || kill -USR1 "$child"' USR1 USR2
+trap 'ended=1; [[ -z $child ]] || kill -USR1 "$child"' TERM # the job is deleted: no other start
 if ((nodes == 1)); then
     hvdtrain train --ranks "$ranks" "$@" &
 else

@@ -203,7 +203,10 @@ def _pack_arrays(
     else:
         rows = {name: np.arange(len(labels)) for name, (_, labels) in arrays.items()}
     forms = {(one.stored_shape, one.dtype.name, one.is_input) for one, _ in arrays.values()}
-    if len(forms) > 1 and (options.size is None or any(is_input for *_, is_input in forms)):
+    if len(forms) > 1 and any(is_input for *_, is_input in forms):
+        named = " and ".join(sorted(f"{dtype} {list(shape)}" for shape, dtype, _ in forms))
+        raise DataError(f"{shown(source)}: its splits differ, {named}: give all the same form")
+    if len(forms) > 1 and options.size is None:
         raise DataError(f"{shown(source)}: its splits have images of two sizes: give --size N")
     (height, width, channels), dtype, is_input = forms.pop()
     if is_input and options.size:

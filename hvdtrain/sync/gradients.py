@@ -564,7 +564,7 @@ class ShardedGradients(ReplicatedGradients):
         """Return whether all sums and statistics are finite on all replicas. Collective."""
         local = [slice_of(bucket.flat, self.collectives) for bucket in self._divided()]
         tails = [bucket.flat for bucket in self.buckets if not bucket.parameters]
-        bad = torch.tensor([0.0 if all_finite([*local, *tails]) else 1.0])
+        bad = torch.tensor([0.0 if all_finite([*local, *tails]) else 1.0], device=self.device)
         return not float(self.collectives.wait(self.collectives.all_reduce(bad, "finite")))
 
     def gather(self) -> None:
@@ -621,7 +621,8 @@ class ShardedGradients(ReplicatedGradients):
         numbers = {key: float(value) for key, value in entries.items() if value.dim() == 0}
         text = json.dumps([[key for key in entries if key not in numbers], numbers]).encode()
         line = torch.frombuffer(bytearray(text.ljust(LINE_BYTES)), dtype=torch.uint8)
-        lines = self.collectives.wait(self.collectives.all_gather(line, "keys"))
+        handle = self.collectives.all_gather(line.to(self.device), "keys")
+        lines = self.collectives.wait(handle).cpu()
         agreed = max((bytes(row.tolist()) for row in lines), key=lambda row: len(row.strip()))
         keys, scalars = json.loads(agreed)
         return keys, scalars

@@ -330,6 +330,7 @@ class Inputs:
         outputs: of a model without classes.
         mean, std: per channel, of numbers / UNIT, to normalise by.
         shape: (channels, height, width) of inputs that are not square images of three channels.
+        dtype: of the stored numbers.
     """
 
     image_size: int
@@ -340,6 +341,7 @@ class Inputs:
     std: tuple[float, ...]
     outputs: int = 0
     shape: tuple[int, ...] = ()
+    dtype: str = "uint8"
 
     @property
     def size(self) -> InputSize:
@@ -362,6 +364,7 @@ def inputs_of(index: Index, normalisation: Normalisation) -> Inputs:
     return Inputs(
         image_size=index.image_shape[0],
         shape=size if isinstance(size, tuple) else (),
+        dtype=index.image_dtype,
         stored_size=min(index.stored_shape[:2]),
         resize=index.resize,
         class_names=index.class_names,

@@ -353,6 +353,8 @@ def predict(
     classes = len(trained.inputs.class_names)
     if not classes:
         raise UsageError(f"{run} has no classes to predict: use hvdtrain.load for its outputs")
+    if trained.inputs.shape or trained.inputs.dtype != "uint8":
+        raise UsageError(f"the inputs of {run} are no images: use hvdtrain.load for its outputs")
     if not 1 <= top <= classes:
         raise UsageError(f"--top {top}, but the model has {classes} classes: give 1 to {classes}")
     how = resize or trained.inputs.resize or DEFAULT

@@ -9,6 +9,7 @@ from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
 from hvdtrain.device import is_gpu
 from hvdtrain.engine.machine import machine_of
+from hvdtrain.errors import UsageError
 from hvdtrain.options.requests import (
     NO_COMPRESSION,
     NO_SYNC,
@@ -83,6 +84,11 @@ def open_groups(
     library = reduction_library(config.reduce_with, world, device) if replicated else "mpi"
     if replicated and library == "mpi":
         check_algorithm(config.allreduce)
+    if library == "torch" and config.allreduce != "auto":
+        raise UsageError(
+            f"--allreduce {config.allreduce}, but torch.distributed sums here, which chooses it "
+            "itself: leave it out, or use --reduce-with mpi"
+        )
     if replicated and library == "horovod":
         check_horovod(device, world)
         _start_horovod(models, replicated, world, is_gpu(device))

@@ -29,7 +29,7 @@ QSUB = '#!/bin/bash\necho "qsub $*" >> "$CALLS"\n'
     [
         ("sge", {"NSLOTS": "2", "NHOSTS": "1", "JOB_ID": "7"}, 99, ""),
         ("lsf", {"LSB_DJOB_NUMPROC": "2", "LSB_HOSTS": "a a", "LSB_JOBID": "7"}, 75, ""),
-        ("pbs", {"PBS_JOBID": "7.host"}, 75, "qsub -W depend=afterany:7.host -v ARGS="),
+        ("pbs", {"PBS_JOBID": "7.host"}, 75, "qsub -W depend=afterany:7.host -v ARGS,RUN,MPIRUN"),
         ("flux", {}, 75, "flux --parent batch -N 1 -n 2 schedulers/train.flux --model cnn"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from hvdtrain.launch import mpirun
 from tests import warm
 from tests.conftest import ROOT, Program, program_environment
+from tests.single.training.jobs import summary_of
 
 Done = subprocess.CompletedProcess[str]
 START = """
@@ -48,6 +49,9 @@ if rank.is_first:
     torch.save(model.state_dict(), save_to / "weights.pt")
 """
 )
+
+
+TORCHRUN = ("torchrun", "--no-python", "--nproc-per-node", "2")
 
 
 def run_script(
@@ -228,16 +232,30 @@ def test_torchrun_starts_a_program_as_mpirun_does(small_set: Path, tmp_path: Pat
     import torch
 
     trained = []
-    for name, launcher in (
-        ("mpirun", mpirun(2)),
-        ("torchrun", ["torchrun", "--no-python", "--nproc-per-node", "2"]),
-    ):
+    for name, launcher in (("mpirun", mpirun(2)), ("torchrun", TORCHRUN)):
         folder = tmp_path / name
         folder.mkdir()
         done = run_script(2, LOOP, small_set, folder, 2, launcher=launcher)
         assert done.returncode == 0, done.stderr
         trained.append(torch.load(folder / "weights.pt"))
     assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
+
+
+TWICE = """
+import sys
+from hvdtrain import TrainConfig, train
+for number in range(2):
+    train(TrainConfig(model="cnn", data=sys.argv[1], run=f"{sys.argv[2]}/{number}", max_steps=2))
+"""
+
+
+def test_a_program_under_torchrun_trains_twice(small_set: Path, tmp_path: Path) -> None:
+    """A second start waited for the first one's addresses."""
+    done = run_script(2, TWICE, small_set, tmp_path, launcher=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    first, second = (summary_of(tmp_path / name) for name in "01")
+    assert first["weights_sha256"] == second["weights_sha256"]
+    assert second["ranks"] == 2
 
 
 SPAWNS = (
