@@ -20,7 +20,7 @@ def start() -> "Communicator":
     """Join the ranks whose address torchrun, or another launcher of PyTorch, has set.
 
     They stay joined until the process ends: the launcher's store keeps the addresses of a first
-    time, at which a second one would wait for ever.
+    time, at which a second one would wait without end.
     """
     if not distributed.is_initialized():  # by the user's program, or an earlier run
         distributed.init_process_group("gloo", timeout=NO_LIMIT)

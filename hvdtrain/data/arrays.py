@@ -80,14 +80,14 @@ def write(
     for name in () if class_names is None else class_names:
         if not isinstance(name, str) or not name.strip() or not name.isprintable():
             raise UsageError(f"class name {name!r}: give each class a name, as one line of text")
-    given = {name: iter(splits[name]) for name in SPLITS}
-    sample = next(given["train"], None)
-    given["train"] = chain([] if sample is None else [sample], given["train"])
+    samples_of = {name: iter(splits[name]) for name in SPLITS}
+    sample = next(samples_of["train"], None)
+    samples_of["train"] = chain([] if sample is None else [sample], samples_of["train"])
     if sample is not None and _is_input(sample):
         if size is not None:
             raise UsageError("size is for images, and the samples are arrays of other numbers")
-        return _write_inputs(destination, given, np.asarray(sample[0]), class_names, shard_mb)
-    streams = {name: _samples(name, given[name], size, resize) for name in SPLITS}
+        return _write_inputs(destination, samples_of, np.asarray(sample[0]), class_names, shard_mb)
+    streams = {name: _samples(name, samples_of[name], size, resize) for name in SPLITS}
     first = next(streams["train"], None)
     shape = (1, 1, 3) if first is None else first[0].shape
     streams["train"] = chain([] if first is None else [first], streams["train"])
@@ -356,13 +356,13 @@ class InHdf5(Array):
     def with_header(self) -> Array:
         """Return the array with what the file says; raise DataError if there is none."""
         with _reading(self.place), self._file() as file:
-            found = file.get(str(self.member))
-            if not isinstance(found, h5py.Dataset):
+            member = file.get(str(self.member))
+            if not isinstance(member, h5py.Dataset):
                 raise DataError(
                     f"{self.place}: is no data set of the file, which has {_data_sets(file)}"
                 )
-            is_input = found.dtype != np.uint8 or found.shape[-1] not in (1, 3, 4)
-            return replace(self, shape=found.shape, dtype=found.dtype, is_input=is_input)
+            is_input = member.dtype != np.uint8 or member.shape[-1] not in (1, 3, 4)
+            return replace(self, shape=member.shape, dtype=member.dtype, is_input=is_input)
 
     def blocks(self, rows: int) -> Iterator[NDArray[Any]]:
         """Yield all rows in blocks of `rows`; raise DataError if the file is damaged."""
@@ -482,10 +482,10 @@ def _in_hdf5(source: Path, names: Sequence[str]) -> dict[str, tuple[Array, Array
             f"{shown(source)}: name two data sets, as FILE.h5:/inputs,/targets, or those of train "
             "and those of test"
         )
-    found = [InHdf5(f"{shown(source)}:{shown(name)}", source, name) for name in names]
-    if len(found) == 2:
-        return {ALONE: (found[0], found[1])}
-    return {"train": (found[0], found[1]), "test": (found[2], found[3])}
+    sets = [InHdf5(f"{shown(source)}:{shown(name)}", source, name) for name in names]
+    if len(sets) == 2:
+        return {ALONE: (sets[0], sets[1])}
+    return {"train": (sets[0], sets[1]), "test": (sets[2], sets[3])}
 
 
 def _paired(

@@ -269,8 +269,8 @@ class _Writer:
         start, stop = done[-1].next if done else 0, int(block.places[-1]) + 1
         counts: NDArray[Any] = np.zeros((0, 256), np.int64)
         if name == "train":
-            given = block.counts
-            counts = counted(block.images) if given is None else given.sum(axis=0, dtype=np.int64)
+            sums = block.counts
+            counts = counted(block.images) if sums is None else sums.sum(axis=0, dtype=np.int64)
         finished = _Finished(
             key=self.key,
             shard=Shard(file, len(block), len(content), hashlib.sha256(content).hexdigest()),

@@ -69,7 +69,7 @@ class Stragglers:
     def look(self, vitals: NDArray[np.float64]) -> list[Straggler]:
         """Take a window [steps, ranks, Vitals]; return the ranks that are stragglers from now on.
 
-        A rank is returned once, and again only when it has been slow for LONGER times as long.
+        A rank is returned once, and again when it has been slow LONGER times more often.
         """
         if len(self.best) < 2:
             return []

@@ -40,15 +40,15 @@ def _build(library: str, name: str, classes: int, image_size: int) -> object:
 
 
 def _module(library: str, name: str, classes: int, image_size: int) -> nn.Module:
-    found = _import(library)
-    known = found.models.list_models() if library == "torchvision" else found.list_models()
+    module = _import(library)
+    known = module.models.list_models() if library == "torchvision" else module.list_models()
     if name not in known:
         raise UsageError(
-            f"{library} {found.__version__} has no model {name!r}: python -c 'import {library}; "
+            f"{library} {module.__version__} has no model {name!r}: python -c 'import {library}; "
             f"print({library}{'.models' if library == 'torchvision' else ''}.list_models())' "
             "prints their names"
         )
-    make, size = found.create_model if library == "timm" else found.models.get_model, "img_size"
+    make, size = module.create_model if library == "timm" else module.models.get_model, "img_size"
     if library == "torchvision":
         size = "image_size"
     try:  # vision transformers are built for one size

@@ -104,11 +104,11 @@ class KerasModel:
         if self._process is None:
             self._process = self._started(None)
             atexit.register(self._process.kill)
-        asked, answers = self._process.stdin, self._process.stdout
-        assert asked is not None and answers is not None
+        questions, answers = self._process.stdin, self._process.stdout
+        assert questions is not None and answers is not None
         try:
-            pickle.dump(images, asked)
-            asked.flush()
+            pickle.dump(images, questions)
+            questions.flush()
             return torch.from_numpy(pickle.load(answers))
         except (OSError, EOFError, pickle.UnpicklingError):
             raise self._fault() from None

@@ -42,14 +42,14 @@ def test_a_run_in_use(hvdtrain: Program, small_set: Path, tmp_path: Path) -> Non
     images = [tmp_path / f"{number}.png" for number in range(20)]
     done = hvdtrain("predict", run, *images, "--which", "last", "--top", 1, "--format", "jsonl")
     assert done.returncode == 0, done.stderr
-    said = [json.loads(line)["classes"][0]["class"] for line in done.stdout.splitlines()]
+    predicted = [json.loads(line)["classes"][0]["class"] for line in done.stdout.splitlines()]
 
     done = hvdtrain("export", run, tmp_path / "model.keras", "--which", "last")
     assert done.returncode == 0, done.stderr
     run_program(
         "tensorflow", LOAD, tmp_path / "model.keras", tmp_path / "images.npy", tmp_path / "out.npy"
     )
-    assert said == np.load(tmp_path / "out.npy").argmax(1).tolist()
+    assert predicted == np.load(tmp_path / "out.npy").argmax(1).tolist()
 
     done = hvdtrain("export", run, tmp_path / "model.pth", "--which", "last")
     assert done.returncode == 0, done.stderr
