@@ -145,6 +145,7 @@ def build_mpi4py(cache: Path, pip: Pip) -> None:
 
 
 PLUGIN = "horovod/tensorflow/mpi_lib"  # the start of its name in a wheel
+VERSIONS = "horovod/metadata.json"  # of the frameworks that a wheel was built for
 BUILD_BYTES = 600 * 2**20  # in the temporary folder
 MEMORY_PER_JOB = 2 * 2**30  # bytes a C++ compiler needs on PyTorch's and TensorFlow's headers
 
@@ -261,14 +262,20 @@ def with_plugin(whole: Path, other: Path, to: Path) -> Path:
     made = to / "both" / whole.name
     made.parent.mkdir()
     with ZipFile(whole) as old, ZipFile(other) as more, ZipFile(made, "w", ZIP_DEFLATED) as new:
-        plugins = [name for name in more.namelist() if name.startswith(PLUGIN)]
         record = next(name for name in old.namelist() if name.endswith(".dist-info/RECORD"))
-        lines = old.read(record).decode().splitlines()
+        changed = {name: more.read(name) for name in more.namelist() if name.startswith(PLUGIN)}
+        # Horovod warns of a framework whose version is not in this file.
+        versions = json.loads(old.read(VERSIONS)) | json.loads(more.read(VERSIONS))
+        changed[VERSIONS] = json.dumps(versions, indent=1).encode()
+        lines = [
+            line
+            for line in old.read(record).decode().splitlines()
+            if line.split(",")[0] not in changed
+        ]
         for name in old.namelist():
-            if name != record:
+            if name != record and name not in changed:
                 new.writestr(old.getinfo(name), old.read(name))
-        for name in plugins:
-            content = more.read(name)
+        for name, content in changed.items():
             new.writestr(more.getinfo(name), content)
             digest = urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
             lines.append(f"{name},sha256={digest},{len(content)}")

@@ -347,8 +347,11 @@ def a_wheel(path: Path, **contents: bytes) -> Path:
 
 def test_a_plugin_is_added_to_a_wheel_and_recorded(tmp_path: Path) -> None:
     plugin = "horovod/tensorflow/mpi_lib.cpython-311-x86_64-linux-gnu.so"
-    whole = a_wheel(tmp_path / "whole.whl", **{"horovod/torch/mpi_lib_v2.so": b"t", "a.py": b"1"})
-    other = a_wheel(tmp_path / "other.whl", **{plugin: b"plugin", "a.py": b"2"})
+    torch, tensorflow = b'{"pytorch": "2.13.0"}', b'{"tensorflow": "2.21.0"}'
+    old = {"horovod/torch/mpi_lib_v2.so": b"t", "a.py": b"1", build.VERSIONS: torch}
+    whole = a_wheel(tmp_path / "whole.whl", **old)
+    new = {plugin: b"plugin", "a.py": b"2", build.VERSIONS: tensorflow}
+    other = a_wheel(tmp_path / "other.whl", **new)
     made = build.with_plugin(whole, other, tmp_path)
     with ZipFile(made) as archive:
         assert archive.testzip() is None
@@ -356,6 +359,8 @@ def test_a_plugin_is_added_to_a_wheel_and_recorded(tmp_path: Path) -> None:
         assert archive.read("a.py") == b"1"
         assert archive.read("horovod/torch/mpi_lib_v2.so") == b"t"
         lines = archive.read("horovod-0.28.1.dist-info/RECORD").decode().splitlines()
-        assert len(archive.namelist()) == len(set(archive.namelist())) == len(lines) == 4
+        assert len(archive.namelist()) == len(set(archive.namelist())) == len(lines) == 5
+        versions = json.loads(archive.read(build.VERSIONS))
+        assert versions == {"pytorch": "2.13.0", "tensorflow": "2.21.0"}
     digest = urlsafe_b64encode(hashlib.sha256(b"plugin").digest()).decode().rstrip("=")
     assert f"{plugin},sha256={digest},6" in lines
