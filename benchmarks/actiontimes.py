@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.device import generators, now
-from hvdtrain.models.component import IMAGE_CHANNELS
+from hvdtrain.models.find import IMAGE_CHANNELS
 from hvdtrain.parallel.exchange import Boundaries, Form
 from hvdtrain.parallel.runtime import Observer, Runtime, Step
 from hvdtrain.parallel.stage import Part

@@ -256,7 +256,7 @@ def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
 
 def plan_check(arguments: Sequence[str], **values: Any) -> int:
     """Check that a plan computes the gradients of the serial step."""
-    config = PlanConfig(**values).with_ranks()
+    config = PlanConfig(**values)
     started = started_ranks()
     if started.size == 1 and config.ranks > 1:
         models.check_name(config.model)

@@ -77,13 +77,15 @@ class Communicator:
     """Operations among ranks, named and used as those of mpi4py's communicators.
 
     Args:
-        ranks: of the world, ascending. All ranks of the world make the same communicators, in the
-            same order.
+        ranks: of the world, in the order of the communicator. All ranks of the world make the
+            same communicators, in the same order.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks, self.size = ranks, len(ranks)
         self.group = distributed.new_group(list(ranks), NO_LIMIT, "gloo")
+        # The group has its ranks in ascending order; these are their places here.
+        self._places = [ranks.index(rank) for rank in sorted(ranks)]
         me = distributed.get_rank()
         self.rank = ranks.index(me) if me in ranks else -1
 
@@ -94,21 +96,24 @@ class Communicator:
     def Free(self) -> None:
         """Do nothing: all groups end together."""
 
-    def split(self, color: Hashable) -> "Communicator | None":
-        """Return the communicator of the ranks with this rank's color, None for None."""
-        colors = self.allgather(color)
+    def Split(self, color: Hashable, key: int = 0) -> "Communicator":
+        """Return the communicator of the ranks with this rank's color, in the order of keys."""
+        members: dict[Hashable, list[tuple[int, int]]] = {}
+        for rank, (its_color, its_key) in zip(
+            self.ranks, self.allgather((color, key)), strict=True
+        ):
+            members.setdefault(its_color, []).append((its_key, rank))
         made = {
-            one: Communicator(tuple(self.ranks[i] for i, of in enumerate(colors) if of == one))
-            for one in dict.fromkeys(colors)
-            if one is not None
+            one: Communicator(tuple(rank for _, rank in sorted(pairs)))
+            for one, pairs in members.items()
         }
-        return made.get(color)
+        return made[color]
 
     def allgather(self, value: Any) -> list[Any]:
         """Return every rank's object, in rank order."""
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value, group=self.group)
-        return values
+        return [values[self._places.index(place)] for place in range(self.size)]
 
     def bcast(self, value: Any, root: int) -> Any:
         """Return the object of rank `root`."""
@@ -129,7 +134,7 @@ class Communicator:
     def Iallgather(self, sent: Any, received: Any) -> Request:
         """Start to gather the memory of all ranks, in rank order."""
         row, rows = _as_bytes(sent), _as_bytes(received)
-        parts = list(rows.view(self.size, -1))
+        parts = [rows.view(self.size, -1)[place] for place in self._places]
         work = distributed.all_gather(parts, row, group=self.group, async_op=True)
         return Request(work, row, rows)
 

@@ -168,7 +168,7 @@ def _join_by_torch() -> tuple[Any, Any]:
     from hvdtrain import gloo
 
     everybody = gloo.start()
-    return everybody, everybody.split(socket.gethostname())
+    return everybody, everybody.Split(socket.gethostname())
 
 
 def _join_by_mpi(launch: Launch, allreduce: str) -> "tuple[MPI.Comm, MPI.Comm]":

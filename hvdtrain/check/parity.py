@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from hvdtrain.backends.pytorch.parts import make_optimizer, set_learning_rate
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine.feed import step_seed
-from hvdtrain.models.component import Component, component_seed, isolated
+from hvdtrain.models.component import Component, isolated
 from hvdtrain.models.losses import loss_of
+from hvdtrain.models.shapes import component_seed
 from hvdtrain.options.sections import OPTIMIZERS
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.exchange import to_channels_last

@@ -67,7 +67,6 @@ def show(config: PlanConfig) -> Description:
     Raises:
         UsageError: for any mistake of the user.
     """
-    config = config.with_ranks()
     training = _checked(config)
     if config.cluster and not config.explain:
         raise UsageError(
@@ -98,7 +97,6 @@ def simulate(config: PlanConfig) -> Description:
     Raises:
         UsageError: for any mistake of the user.
     """
-    config = config.with_ranks()
     training = _checked(config)
     if config.explain or config.picture:
         raise UsageError("plan simulate has no --explain and no --picture: use plan show")
@@ -214,7 +212,6 @@ def check(config: PlanConfig) -> Parity:
     Raises:
         UsageError: for any mistake of the user.
     """
-    config = config.with_ranks()
     training = config.training("fp64")
     if (training.sync, training.compress) != ("exact", NONE):
         raise UsageError(

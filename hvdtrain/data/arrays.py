@@ -86,7 +86,7 @@ def write(
     if sample is not None and _is_input(sample):
         if size is not None:
             raise UsageError("size is for images, and the samples are arrays of other numbers")
-        return _write_inputs(destination, samples_of, np.asarray(sample[0]), class_names, shard_mb)
+        return _write_inputs(destination, samples_of, sample, class_names, shard_mb)
     streams = {name: _samples(name, samples_of[name], size, resize) for name in SPLITS}
     first = next(streams["train"], None)
     shape = (1, 1, 3) if first is None else first[0].shape
@@ -107,12 +107,13 @@ def _is_input(sample: Any) -> bool:
 def _write_inputs(
     destination: Path | str,
     streams: Mapping[str, Iterator[tuple[Any, Any]]],
-    first: NDArray[Any],
+    sample: tuple[Any, Any],
     class_names: Sequence[str] | None,
     shard_mb: int,
 ) -> Index:
     """Pack inputs and targets of an iterator, all of the form of the first sample."""
-    form, stored = (first.shape, first.dtype.name), _as_stored(first[None])
+    first, target = (np.asarray(value) for value in sample)
+    form = first.shape, first.dtype.name
     if first.dtype.name not in TARGET_TYPES or first.ndim not in (2, 3) or not first.size:
         raise DataError(f"sample 0 of `train` is {form[1]} {list(form[0])}: {INPUT_FORM}")
     forms: set[tuple[tuple[int, ...], str]] = set()
@@ -143,13 +144,12 @@ def _write_inputs(
         if inputs:
             yield _as_stored(np.stack(inputs)), np.stack(targets)
 
-    sample = next(streams["train"])
-    streams = {**streams, "train": chain([sample], streams["train"])}
-    target = np.asarray(sample[1])
     targets = None
     if target.shape or target.dtype.kind == "f":  # else labels of classes
         targets = TargetForm(target.shape, target.dtype.name, math.prod(target.shape))
-    layout = Layout(stored.shape[1:], shard_mb=shard_mb, targets=targets, image_dtype=form[1])
+    layout = Layout(
+        _as_stored(first[None]).shape[1:], shard_mb=shard_mb, targets=targets, image_dtype=form[1]
+    )
     sources = {name: in_order(parts(name)) for name in SPLITS}
     return write_sources(destination, sources, layout, class_names)
 

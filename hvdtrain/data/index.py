@@ -41,7 +41,7 @@ _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.h5")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
-UNIT = 255  # what mean and deviation are divided by: white is 1
+UNIT = 255  # the value of white in a pixel
 # (channels, height, width) of inputs, or the side of square images of three channels.
 InputSize = int | tuple[int, int, int]
 # The types of inputs and targets, with the bytes of a value.
@@ -111,10 +111,10 @@ class Index:
     """A packed data set.
 
     `image_shape` is (height, width, channels) of the images that are read, or of other inputs,
-    whose numbers are of `image_dtype`. `mean` and `std` are per channel over the train split, of
-    the numbers divided by UNIT: of pixels in 0..1 (a constant channel has std 1). `notes` are
-    remarks for the user, such as an incomplete source. `resize` is how image files get their size
-    when they are decoded, and None for a data set of pixels. `packed_shape` is the shape in
+    whose numbers are of `image_dtype`. `mean` and `std` are per channel over the train split,
+    of pixels in 0..1, of other inputs in their own unit (a constant channel has std 1). `notes`
+    are remarks for the user, such as an incomplete source. `resize` is how image files get their
+    size when they are decoded, and None for a data set of pixels. `packed_shape` is the shape in
     `index.json`, where `at_size` chose another one to read. `targets` is the form of arrays in the
     place of class labels, for which there are no `class_names`; None for class labels.
     """
@@ -185,17 +185,16 @@ class Index:
         return replace(self, image_shape=shape, packed_shape=self.stored_shape)
 
     def normalisation(self, how: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the values to subtract from each channel of numbers / UNIT, and to divide by.
+        """Return the values to subtract from each channel, of pixels in 0..1, and to divide by.
 
-        "unit" leaves pixels between 0 and 1, and other numbers as they are; "meanstd" returns the
-        train split's mean and deviation. Raises UsageError for anything else.
+        They are 0 and 1 for "unit", and the train split's mean and deviation for "meanstd". Raises
+        UsageError for anything else.
         """
         if how == "meanstd":
             return self.mean, self.std
         if how != "unit":
             raise UsageError(f"unknown normalisation {how!r}: use unit or meanstd")
-        unit = 1.0 if self.image_dtype == "uint8" else 1 / UNIT
-        return (0.0,) * len(self.mean), (unit,) * len(self.std)
+        return (0.0,) * len(self.mean), (1.0,) * len(self.std)
 
     @cached_property
     def hash(self) -> str:

@@ -63,9 +63,9 @@ _MOST_WORKERS = 512
 _BLOCK_BYTES = 2**22  # of images that a process decodes at a time
 _BLOCK_FILES = 64
 _AHEAD = 3  # blocks per process that are ready or being made
-# Errors of a file that is itself broken; after others the file may be good.
 _HDF5 = re.compile(r"(?P<file>.+\.(h5|hdf5)):(?P<names>[^:]+)", re.IGNORECASE)
 _HDF5_SUFFIXES = (".h5", ".hdf5")
+# Errors of a file that is itself broken; after others the file may be good.
 _FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.ELOOP, errno.EISDIR)
 
 Result = tuple[Block, list[Fault]]  # good files; the others

@@ -37,7 +37,6 @@ from hvdtrain.data.images import centre, open_image, resized
 from hvdtrain.data.index import (
     INDEX_FILE,
     RESTORE,
-    UNIT,
     Index,
     Shard,
     Split,
@@ -552,7 +551,6 @@ def verify(folder: Path | str) -> list[str]:
 def info(folder: Path | str) -> dict[str, Any]:
     """Return a description of the data set, ready for JSON; raise DataError as read_index does."""
     index = read_index(folder)
-    unit = 1 if index.image_dtype == "uint8" else UNIT
     splits = {
         name: {
             "count": split.count,
@@ -573,8 +571,8 @@ def info(folder: Path | str) -> dict[str, Any]:
         "image_dtype": index.image_dtype,
         "encoding": "raw" if index.resize is None else "jpeg",
         "resize": index.resize,
-        "mean": [unit * value for value in index.mean],
-        "std": [unit * value for value in index.std],
+        "mean": list(index.mean),
+        "std": list(index.std),
         "notes": list(index.notes),
         "splits": splits,
     }

@@ -26,7 +26,6 @@ from hvdtrain.data.index import (
     INDEX_FILE,
     SPLITS,
     TARGET_TYPES,
-    UNIT,
     Index,
     Resize,
     Shard,
@@ -392,16 +391,17 @@ def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 def mean_and_std(
     parts: Sequence[NDArray[Any]],
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation per channel of numbers / UNIT, from `counted` parts.
+    """Return mean and standard deviation per channel, from `counted` parts.
 
-    Those of pixels are of integer sums, so that parts of any size give the same.
+    Those of pixels are of values in 0..1, from integer sums, so that parts of any size give the
+    same.
     """
     counts_of_all = joined(parts)
     if counts_of_all.shape[1] != 256:
         n, middle, squares = counts_of_all.T
         deviations = np.sqrt(squares / n)
-        deviations[deviations == 0] = UNIT
-        return tuple((middle / UNIT).tolist()), tuple((deviations / UNIT).tolist())
+        deviations[deviations == 0] = 1
+        return tuple(middle.tolist()), tuple(deviations.tolist())
     mean, std = [], []
     for counts in counts_of_all.tolist():
         pixels = sum(counts)

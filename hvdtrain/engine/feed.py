@@ -13,7 +13,7 @@ from PIL.Image import Image
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.augment import Places, crop_flip, moves, resized_crop_flip, sample_hash
-from hvdtrain.data.index import Index, parse_index
+from hvdtrain.data.index import UNIT, Index, parse_index
 from hvdtrain.data.order import Range, Rows, split
 from hvdtrain.data.shards import (
     Batch,
@@ -284,11 +284,11 @@ _MEASURING_BYTES = 2**30  # of the split in memory meanwhile, at most
 
 
 def normalisation(how: str, index: Index, rows: Rows, world: World) -> Normalisation:
-    """Return mean and deviation per channel, for numbers / UNIT. Collective.
+    """Return mean and deviation per channel, for stored numbers / UNIT. Collective.
 
     If a part of the train split is held out, the ranks measure the other part together: each
-    counts the values of a share of it. The sum of counts is the same on any number of ranks; of
-    numbers that are no pixels it would not be, so that each rank measures all.
+    counts the values of a share of it. The sum of counts is the same on any number of ranks. That
+    of other numbers than pixels would not be: rank 0 measures them.
 
     Args:
         how: the value of --normalise.
@@ -297,16 +297,21 @@ def normalisation(how: str, index: Index, rows: Rows, world: World) -> Normalisa
     Raises:
         DataError: if a shard is damaged.
     """
+    is_pixels = index.image_dtype == "uint8"
     if how == "unit":
-        return index.normalisation("unit")
-    if how == "split" or len(rows) == index.splits["train"].count:
-        return index.normalisation("meanstd")
-    memory = min(_MEASURING_BYTES, cache_bytes(world.local_size))
-    if index.image_dtype != "uint8":
-        return mean_and_std(_counts(index, rows, memory))
-    first, last = split(len(rows), [1] * world.size)[world.rank]
-    parts = _counts(index, rows[first:last], memory)
-    return mean_and_std([part for theirs in world.gather(parts) for part in theirs])
+        measured = index.normalisation("unit")
+    elif how == "split" or len(rows) == index.splits["train"].count:
+        measured = index.normalisation("meanstd")
+    else:
+        shares = [1] * world.size if is_pixels else [1] + [0] * (world.size - 1)
+        first, last = split(len(rows), shares)[world.rank]
+        memory = min(_MEASURING_BYTES, cache_bytes(world.local_size))
+        parts = world.gather(_counts(index, rows[first:last], memory))
+        measured = mean_and_std([part for theirs in parts for part in theirs])
+    if is_pixels:
+        return measured
+    mean, std = (tuple(value / UNIT for value in values) for values in measured)
+    return mean, std
 
 
 def _counts(index: Index, rows: Rows, memory_bytes: int) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ from hvdtrain import device as devices
 from hvdtrain.engine.session import Device
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component, parameter_count
-from hvdtrain.parallel.exchange import Exchange, Gathers
+from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.plan.plan import Plan
 from hvdtrain.planner.probe import Start, Tools, multiplying
 from hvdtrain.sync.collectives import Collectives
@@ -27,7 +27,7 @@ class Machine:
     def exchange(self, world: World, device: torch.device) -> Exchange:
         """Return the transfers of a run with several ranks. Collective."""
         assert world.communicator is not None, "a single rank transfers nothing"
-        return (Exchange if world.has_mpi else Gathers)(world.communicator, device)
+        return Exchange(world.communicator, device)
 
     def whole_exchange(self, world: World, device: torch.device) -> Exchange:
         """Return transfers whose messages have the bytes of the real model. Collective."""

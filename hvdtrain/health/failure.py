@@ -95,7 +95,7 @@ def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
     the alert itself.
     """
     launch = _detect_quietly()
-    if _is_lost(error):
+    if _is_lost(error, launch):
         time.sleep(SECONDS_TO_BE_ENDED)
     code, text = _verdict(error, launch)
     if _recorder is not None:
@@ -149,7 +149,7 @@ def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
         is_late = error.errno == errno.EMFILE and not alone
         code = RankError.exit_code if is_late else UsageError.exit_code
         return code, f"hvdtrain: {name}{error.strerror}: {cure}"
-    if _is_lost(error):
+    if _is_lost(error, launch):
         return RankError.exit_code, f"hvdtrain: {where}: the connection to another rank is lost"
     message = str(error).lower()
     if isinstance(error, MemoryError) or any(words in message for words in OUT_OF_MEMORY):
@@ -165,8 +165,10 @@ def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
     return code, heading + "".join(traceback.format_exception(error)).rstrip()
 
 
-def _is_lost(error: BaseException) -> bool:
+def _is_lost(error: BaseException, launch: Launch) -> bool:
     """Return whether gloo raised this because another rank has gone."""
+    if launch.size == 1:
+        return False
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in LOST)
 
 

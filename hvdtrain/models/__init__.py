@@ -6,6 +6,7 @@ Importing this package does not import torch, so that listing and checking names
 from __future__ import annotations
 
 import difflib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hvdtrain.data.index import InputSize
@@ -78,7 +79,11 @@ def components(
 
     if isinstance(model, GivenModel):
         return components_of(model, model.model, classes, image_size, patch_size, seed)
-    function = libraries.function_of(model) or find.find_function(REGISTRY.get(model, model))
+    if model.startswith(LIBRARIES):
+        library, _, name = model.partition(":")
+        function: find.ModelFunction = partial(libraries.build, library, name)
+    else:
+        function = find.find_function(REGISTRY.get(model, model))
     if model not in REGISTRY:
         return components_of(model, function, classes, image_size, patch_size, seed)
     return as_components(model, find.call(model, function, classes, image_size, patch_size))

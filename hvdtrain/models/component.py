@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
-from hvdtrain.models.find import IMAGE_CHANNELS as IMAGE_CHANNELS
 from hvdtrain.models.find import call_users
-from hvdtrain.models.shapes import component_seed as component_seed
+from hvdtrain.models.shapes import component_seed
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 

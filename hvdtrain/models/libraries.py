@@ -2,11 +2,9 @@
 
 import importlib
 import sys
-from collections.abc import Callable
-from functools import cache, partial
 from types import ModuleType
 
-import torch
+from torch import library as operators
 from torch import nn
 
 from hvdtrain.errors import UsageError, one_line
@@ -19,42 +17,37 @@ OPERATORS = ("nms", "qnms")
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
-def function_of(model: str) -> Callable[..., object] | None:
-    """Return a function that builds a library's model, None for other models."""
-    library, _, name = model.partition(":")
-    return partial(_build, library, name) if library in ("torchvision", "timm") else None
-
-
-def _build(library: str, name: str, classes: int, image_size: int) -> object:
+def build(library: str, name: str, classes: int, image_size: int) -> list[Component] | nn.Module:
     """Return a model's components, or the module itself if it cannot be cut.
+
+    Args:
+        library: "torchvision" or "timm".
 
     Raises:
         UsageError: if the library is missing, or has no such model.
     """
     module = _module(library, name, classes, image_size)
     try:
-        parts: list[Component] = cut(module)
+        return cut(module)
     except UsageError:  # its children do not run one after another
         return module
-    return parts
 
 
 def _module(library: str, name: str, classes: int, image_size: int) -> nn.Module:
-    module = _import(library)
-    known = module.models.list_models() if library == "torchvision" else module.list_models()
-    if name not in known:
+    if library == "timm":
+        models, make, size, place = _import("timm"), "create_model", "img_size", "timm"
+    else:
+        models, make, size = _import("torchvision").models, "get_model", "image_size"
+        place = "torchvision.models"
+    if name not in models.list_models():
         raise UsageError(
-            f"{library} {module.__version__} has no model {name!r}: python -c 'import {library}; "
-            f"print({library}{'.models' if library == 'torchvision' else ''}.list_models())' "
-            "prints their names"
+            f"{library} has no model {name!r}: python -c 'import {library}; "
+            f"print({place}.list_models())' prints their names"
         )
-    make, size = module.create_model if library == "timm" else module.models.get_model, "img_size"
-    if library == "torchvision":
-        size = "image_size"
     try:  # vision transformers are built for one size
-        made: nn.Module = make(name, num_classes=classes, **{size: image_size})
+        made: nn.Module = getattr(models, make)(name, num_classes=classes, **{size: image_size})
     except TypeError:
-        made = make(name, num_classes=classes)
+        made = getattr(models, make)(name, num_classes=classes)
     return made
 
 
@@ -77,10 +70,5 @@ def _import(library: str) -> ModuleType:
                 raise
             for name in [name for name in sys.modules if name.startswith(("torchvision", "timm"))]:
                 del sys.modules[name]
-            _operators().define(operator + SCHEMA)
+            operators.define(f"torchvision::{operator}", SCHEMA)
     return importlib.import_module(library)
-
-
-@cache
-def _operators() -> torch.library.Library:
-    return torch.library.Library("torchvision", "FRAGMENT")

@@ -21,9 +21,9 @@ from hvdtrain.models.component import (
     Component,
     as_components,
     check_names,
-    component_seed,
     isolated,
 )
+from hvdtrain.models.shapes import component_seed
 
 WHOLE = "model"  # the component of a module that is not cut
 ADVICE = "restructure it as an nn.Sequential, or train it whole under single or dp"

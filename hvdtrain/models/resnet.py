@@ -19,7 +19,8 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvdtrain.models.component import IMAGE_CHANNELS, Component, check_image_size, kaiming_normal
+from hvdtrain.models.component import Component, check_image_size, kaiming_normal
+from hvdtrain.models.find import IMAGE_CHANNELS
 from hvdtrain.models.shapes import DEPTHS, LARGEST_SMALL_IMAGE, STEM_CHANNELS
 
 

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from hvdtrain.device import is_cpu
-from hvdtrain.models.component import IMAGE_CHANNELS, Component, check_image_size, kaiming_normal
+from hvdtrain.models.component import Component, check_image_size, kaiming_normal
+from hvdtrain.models.find import IMAGE_CHANNELS
 from hvdtrain.models.shapes import EPSILON, VITS, Shape, patch_size_of
 
 MOST_TOKENS = 512  # more are not multiplied in batches, whose weights take tokens^2 values

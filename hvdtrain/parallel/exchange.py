@@ -18,7 +18,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +73,6 @@ class Exchange:
     """
 
     def __init__(self, communicator: Any, device: torch.device, synchronous: bool = False) -> None:
-        self._mpi = self._library()
         self.communicator = communicator.Dup()
         self.device = device
         self.waits: list[Wait] = []
@@ -82,6 +81,13 @@ class Exchange:
         self._groups: dict[tuple[int, ...], MPI.Comm] = {}
         self._clock_offsets = [0.0] * communicator.size
         self.align_clocks()
+
+    @cached_property
+    def _mpi(self) -> Any:
+        """Return the module of MPI, which gathers of torchrun's ranks do without."""
+        from mpi4py import MPI
+
+        return MPI
 
     def send(self, rows: Tensor, receiver: int, tag: int) -> None:
         """Start to send rows, contiguous in memory; they must not change until `flush`."""
@@ -156,32 +162,21 @@ class Exchange:
         Collective: every rank of the world must call this, in the same order of calls.
         """
         if ranks not in self._groups:
-            self._groups[ranks] = self._group_of(ranks)
+            inside = self.communicator.rank in ranks
+            key = ranks.index(self.communicator.rank) if inside else 0
+            self._groups[ranks] = self.communicator.Split(int(inside), key)
         group = self._groups[ranks]
 
         def gather(tensor: Tensor) -> Tensor:
             start = mark(self.device)
             row = stage_out(tensor.contiguous())
             rows = torch.empty((len(ranks), *row.shape), dtype=row.dtype)
-            wait_until(self._gather(group, row, rows).Test)
+            memories = (part.view(-1).view(torch.uint8).numpy() for part in (row, rows))
+            wait_until(group.Iallgather(*memories).Test)
             self._transferred(start)
             return rows.to(tensor.device)
 
         return gather
-
-    def _library(self) -> Any:
-        from mpi4py import MPI  # a single rank works without mpi4py
-
-        return MPI
-
-    def _group_of(self, ranks: tuple[int, ...]) -> Any:
-        inside = self.communicator.rank in ranks
-        color = 0 if inside else self._mpi.UNDEFINED
-        key = ranks.index(self.communicator.rank) if inside else 0
-        return self.communicator.Split(color, key)
-
-    def _gather(self, group: Any, row: Tensor, rows: Tensor) -> Any:
-        return group.Iallgather(*([self._memory(part), self._mpi.BYTE] for part in (row, rows)))
 
     def gather_all(self, tensor: Tensor) -> Tensor:
         """Gather a tensor [k] of every rank as [ranks, k]; blocking and collective."""
@@ -230,19 +225,6 @@ class Exchange:
         """Release tensors whose sends are complete, in order; testing also progresses the rest."""
         while self._sending and self._sending[0][0].Test():
             self._sending.popleft()
-
-
-class Gathers(Exchange):
-    """The gathers of ranks that torchrun started: plans of one stage transfer no rows."""
-
-    def _library(self) -> Any:
-        return None
-
-    def _group_of(self, ranks: tuple[int, ...]) -> Any:
-        return self.communicator.split(ranks if self.communicator.rank in ranks else None)
-
-    def _gather(self, group: Any, row: Tensor, rows: Tensor) -> Any:
-        return group.Iallgather(*(part.view(torch.uint8).numpy() for part in (row, rows)))
 
 
 def _round_trip(comm: "MPI.Comm") -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Options of the commands that look at a plan, as a dataclass like the configuration of a run."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from hvdtrain.config import TrainConfig, field_of_train
@@ -87,19 +87,19 @@ class PlanConfig(ModelInConfig):
     )
     json: bool = field(default=False, metadata=about("print one JSON object"))
 
-    def with_ranks(self) -> "PlanConfig":
-        """Return the options with a number of ranks: those of the cluster, if none is given.
+    def __post_init__(self) -> None:
+        """Take the number of ranks from the cluster, if none is given.
 
         Raises:
             UsageError: if there is no cluster either.
         """
         if self.ranks:
-            return self
+            return
         if self.cluster is None:
             raise UsageError("missing: --ranks")
         from hvdtrain.planner import clusters  # loads NumPy
 
-        return replace(self, ranks=clusters.load(self.cluster).ranks)
+        object.__setattr__(self, "ranks", clusters.load(self.cluster).ranks)
 
     def training(self, precision: FixedPrecision) -> TrainConfig:
         """Return the configuration of the training run that the plan is for.

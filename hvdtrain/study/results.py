@@ -180,11 +180,12 @@ def _has_one_size(plan: Layout, devices: int, lines: list[Line], config: dict[st
     """Return whether a run used one plan and number of ranks, from its first start to its end."""
     # An adaptive run changes its plan, but not its ranks.
     may_change = is_adaptive(parse_plan_request(config.get("plan")))
-    used = [(Layout(line.stages), line.devices_a_rank) for line in lines if line.event == "plan"]
-    return all(
-        (one.ranks == plan.ranks if may_change else one == plan) and each == devices
-        for one, each in used
-    )
+    for line in lines:
+        layout = Layout(line.stages)
+        is_same = layout.ranks == plan.ranks if may_change else layout == plan
+        if line.event == "plan" and not (is_same and line.devices_a_rank == devices):
+            return False
+    return True
 
 
 def _settings(config: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:

@@ -441,9 +441,14 @@ def why_not_horovod(device: torch.device, world: World) -> str:
         return WITHOUT_HOROVOD
     if not all(has_nccl for _, has_nccl in everywhere):
         return "Horovod is built without NCCL, so it cannot sum on GPUs"
-    if shared := devices.ranks_on_one_gpu(world.gather(devices.place_of(device))):
+    if shared := _on_one_gpu(device, world):
         return f"ranks {' and '.join(map(str, shared))} share a GPU, which NCCL does not accept"
     return ""
+
+
+def _on_one_gpu(device: torch.device, world: World) -> list[int]:
+    """Return the first ranks that share a GPU, which NCCL does not accept. Collective."""
+    return devices.ranks_on_one_gpu(world.gather(devices.place_of(device)))
 
 
 def check_horovod(device: torch.device, world: World) -> None:
@@ -506,8 +511,8 @@ def open_group(
 
         return by_horovod
     if library == "torch":
-        shared = devices.ranks_on_one_gpu(world.gather(devices.place_of(device)))
-        has_nccl = devices.is_gpu(device) and not shared and distributed.is_nccl_available()
+        is_alone = not _on_one_gpu(device, world)
+        has_nccl = devices.is_gpu(device) and is_alone and distributed.is_nccl_available()
         group = worlds.torch_group(ranks, name, NCCL if has_nccl else GLOO)
         return lambda purpose: TorchCollectives(group)
     worlds.communicator_among(ranks)

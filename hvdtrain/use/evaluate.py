@@ -222,7 +222,7 @@ def _measure(trained: Trained | KerasModel, index: Index, split: str) -> Evaluat
         loss=loss_sum / len(rows),
         top5_accuracy=in_top / len(rows) if classes > TOP else None,
         class_names=index.class_names,
-        views=len(views(trained.config)),
+        views=len(views(trained.config)) if isinstance(trained, Trained) else 1,
         confusion=confusion.reshape(classes, classes),
     )
 

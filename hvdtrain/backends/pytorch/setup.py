@@ -178,18 +178,16 @@ def check_connection(config: TrainConfig, plan: Plan | None, world: World) -> No
     """
     if world.has_mpi:
         return
+    stages = 0 if plan is None else len(plan.stages)
     uses = {
         f"--plan {config.plan}": plan is None,
-        f"--plan {config.plan}, which has {plan.last + 1 if plan else 0} stages,": plan is not None
-        and plan.last > 0,
+        f"--plan {config.plan}, which has {stages} stages,": stages > 1,
         f"--sync {config.sync}": isinstance(config.sync_request, Server),
         f"--emulate {config.emulate}": config.emulate is not None,
         f"--reduce-with {config.reduce_with}": config.reduce_with not in (None, "torch"),
-        f"--allreduce {config.allreduce}": config.allreduce != "auto",
     }
-    for what, is_used in uses.items():
-        if is_used:
-            raise needs_mpi(what, world.size)
+    if what := next((what for what, is_used in uses.items() if is_used), None):
+        raise needs_mpi(what, world.size)
 
 
 def _started(

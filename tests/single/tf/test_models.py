@@ -25,12 +25,15 @@ x = images
 for module in built.values():
     x = module(x)
 torch.nn.functional.cross_entropy(x, torch.from_numpy(given["labels"])).backward()
-found = {
+gradients = {
     f"{part}.{key}": value.grad.numpy()
     for part, module in built.items()
     for key, value in module.named_parameters()
 }
-np.savez(sys.argv[5], outputs=x.detach().numpy(), **found)
+exact = images.double()
+for module in built.values():
+    exact = module.double()(exact)
+np.savez(sys.argv[5], outputs=x.detach().numpy(), exact=exact.detach().numpy(), **gradients)
 """
 IN_KERAS = """
 import sys
@@ -75,8 +78,6 @@ def test_outputs_gradients_and_weights(
     tmp_path: Path, name: str, size: int, count: int, kind: str
 ) -> None:
     bound = 1e-5 if kind == "float32" else 1e-9
-    if name == "resnet50" and kind == "float32":
-        bound = 1e-4  # batch norms over five images amplify rounding
     if name.startswith("vit"):  # TensorFlow's GELU takes the root of 2 in fp32
         bound = max(bound, 1e-6)
     files = {key: tmp_path / f"{key}.npz" for key in ("given", "weights", "torch", "keras")}
@@ -87,6 +88,9 @@ def test_outputs_gradients_and_weights(
     run_program("torch", IN_TORCH, *common, files["torch"])
     run_program("tensorflow", IN_KERAS, *common, files["keras"])
     weights, theirs, ours = (dict(np.load(files[key])) for key in ("weights", "torch", "keras"))
+    exact = theirs.pop("exact")
+    # Batch norms over five images amplify rounding, PyTorch's too: of resnet50 to 4e-5.
+    rounding = float(np.abs(theirs["outputs"] - exact).max() / np.abs(exact).max())
     largest = max(float(np.abs(value).max()) for value in theirs.values())
     assert theirs.keys() <= ours.keys()
     for key, value in theirs.items():
@@ -96,7 +100,7 @@ def test_outputs_gradients_and_weights(
         # Rounding in fp32 moves a few values across the kinks of ReLUs, behind which the gradients
         # of all layers before them differ: in fp64 none does.
         if kind == "float64" or key == "outputs" or not name.startswith("resnet"):
-            assert error <= bound, (key, error)
+            assert error <= max(bound, 2 * rounding if key == "outputs" else 0.0), (key, error)
     assert ours["parameters"] == sum(
         value.size for key, value in weights.items() if not key.endswith("num_batches_tracked")
     )
