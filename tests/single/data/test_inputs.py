@@ -50,7 +50,7 @@ def test_arrays_come_back_as_they_were(tmp_path: Path, dtype: str) -> None:
     assert sorted(order) == list(range(N))
     assert np.array_equal(images, inputs[order])
     train = both[0].images.astype(np.float64)
-    unit = UNIT if train.dtype == np.uint8 else 1
+    unit = UNIT if dtype == "uint8" else 1
     assert unit * np.array(index.mean) == pytest.approx(train.mean((0, 1, 2)))
     assert unit * np.array(index.std) == pytest.approx(train.std((0, 1, 2)))
 
