@@ -418,7 +418,6 @@ REMARK = (
 # shares it, per step, and per action and per component in it.
 STEP_SECONDS, SHARED_STEP_SECONDS, ACTION_SECONDS = 12e-3, 2e-3, 0.15e-3
 OVERHEAD = 0.03  # part of a dilated step that the runtime itself may take
-WORK_SECONDS = 20e-6  # emulated seconds of the computation that measures contention
 MOST_BELOW = 2  # a smaller factor is not worth a warning
 
 
@@ -460,11 +459,16 @@ class Emulation(Machine):
         def group_sum(communicator: Any) -> Start:
             return self._delayed(_blocking(communicator), range(communicator.size))
 
-        work = partial(self.hardware.compute, WORK_SECONDS)
-        return Tools(self._delayed(start, range(world.size)), group_sum, work)
+        whole = self._delayed(start, range(world.size))
+        return Tools(
+            whole,
+            group_sum,
+            clock=self.clock.modelled_now,
+            contention=self.hardware.network.contention,
+        )
 
     def _delayed(self, start: Start, ranks: Sequence[int]) -> Start:
-        """Return all-reduces that end when those of the modelled network would.
+        """Return all-reduces that end, on the modelled clock, when those of its network would.
 
         Args:
             start: starts the real ones.
@@ -474,21 +478,15 @@ class Emulation(Machine):
 
         def begin(tensor: torch.Tensor, name: str) -> Callable[[], bool]:
             stamps = torch.zeros(len(ranks), dtype=torch.float64)
-            stamps[hardware.rank], computed = clock.now(), clock.slept
-            seconds = hardware.reduce_seconds(ranks, tensor.nbytes)
-            flight = Flight(float(stamps[hardware.rank]), seconds)
-            hardware.flights.append(flight)
-            is_summed, end = start(stamps, name), None
+            stamps[hardware.rank] = clock.modelled_now()
+            is_summed = start(stamps, name)
 
             def is_over() -> bool:
-                nonlocal end
-                if end is None and is_summed():
-                    end = float(stamps.max()) + seconds
-                _, reduce = hardware.network.contention
-                overlap = min(clock.slept - computed, seconds * reduce)
-                if end is None or clock.now() < end + overlap * (1 - 1 / reduce):
+                if not is_summed():
                     return False
-                hardware.flights.remove(flight)
+                end = float(stamps.max()) + hardware.reduce_seconds(ranks, tensor.nbytes)
+                clock.late += max(0.0, clock.modelled_now() - end)  # that of the real sum
+                clock.until(end)
                 return True
 
             return is_over

@@ -94,8 +94,8 @@ def bench_allreduce(largest: int, algorithm: str = "auto") -> Table:
     sizes = probe.sizes_up_to(largest)
     start = probe.horovod_sum(horovod)
     curves = {
-        "Horovod": probe.reduce_curve(job, start, sizes),
-        "MPI": probe.reduce_curve(job, probe.mpi_sum(job.communicator), sizes),
+        "Horovod": probe.reduce_curve(job, probe.Tools(start), sizes),
+        "MPI": probe.reduce_curve(job, probe.Tools(probe.mpi_sum(job.communicator)), sizes),
     }
     size = min(probe.CONTENDED_BYTES, sizes[-1])
     contention = probe.measure_contention(job, probe.Tools(start), curves["Horovod"], size)

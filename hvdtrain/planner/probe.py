@@ -5,13 +5,13 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvdtrain.device import now, read_later, stage_in, stage_out
+from hvdtrain.device import read_later, stage_in, stage_out, synchronize
 from hvdtrain.host.process import wait_until
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork
@@ -79,12 +79,21 @@ class Tools:
         group_sum: returns a function that starts all-reduces over the ranks of a communicator.
         work: computes for a short time.
         device: of the gradients that training sums.
+        clock: returns seconds; that of modelled links counts no delays of this machine's cores.
+        contention: of modelled links, which real small sums do not show; None: to be measured.
     """
 
     start: Start
     group_sum: Callable[[Any], Start] = mpi_sum
     work: Callable[[], object] = field(default_factory=multiplying)
     device: torch.device = _CPU
+    clock: Callable[[], float] = time.perf_counter
+    contention: Contention | None = None
+
+    def now(self) -> float:
+        """Return the clock in seconds after the device has done all its work."""
+        synchronize(self.device)
+        return self.clock()
 
 
 def measure_network(
@@ -98,14 +107,14 @@ def measure_network(
     """
     hosts = tuple(world.gather(socket.gethostname()))
     sizes = sizes_up_to(reduced_bytes)
-    whole = reduce_curve(world, tools.start, sizes, tools.device)
+    whole = reduce_curve(world, tools, sizes)
     all_reduce: dict[bool, dict[int, Curve]] = {}
     everyone = tuple(range(world.size))
     all_reduce.setdefault(_crosses(hosts, everyone), {})[world.size] = whole
     if world.size > 2:
         _add_smaller_groups(world, tools, hosts, sizes, whole, all_reduce)
     hand_over = transfer_curves(world, exchange, sizes_up_to(transfer_bytes))
-    contention = measure_contention(world, tools, whole)
+    contention = tools.contention or measure_contention(world, tools, whole)
     return MeasuredNetwork(hosts, all_reduce, hand_over, contention)
 
 
@@ -143,20 +152,18 @@ def started_sum(collectives: Collectives) -> Start:
     return start
 
 
-def reduce_curve(
-    world: World, start: Start, sizes: Sequence[int], device: torch.device = _CPU
-) -> Curve:
+def reduce_curve(world: World, tools: Tools, sizes: Sequence[int]) -> Curve:
     """Return the seconds of an all-reduce of fp32 over all calling ranks, by bytes. Collective."""
-    return Curve.of(sizes, [_sum_seconds(world, start, size, device) for size in sizes])
+    return Curve.of(sizes, [_sum_seconds(world, tools, size) for size in sizes])
 
 
-def _sum_seconds(world: World, start: Start, size: int, device: torch.device) -> float:
-    values = torch.zeros(max(1, size // 4), device=device)
+def _sum_seconds(world: World, tools: Tools, size: int) -> float:
+    values = torch.zeros(max(1, size // 4), device=tools.device)
 
     def once() -> float:
-        began = now(device)
-        wait_until(start(values, f"probe.{size}"))
-        return now(device) - began
+        began = tools.now()
+        wait_until(tools.start(values, f"probe.{size}"))
+        return tools.now() - began
 
     return _agreed_median(world, once)
 
@@ -189,7 +196,8 @@ def _add_smaller_groups(
     Horovod needs its groups when it starts.
     """
     assert world.communicator is not None
-    mpi_curve = reduce_curve(world, tools.group_sum(world.communicator), sizes, tools.device)
+    blocking = replace(tools, start=tools.group_sum(world.communicator))
+    mpi_curve = reduce_curve(world, blocking, sizes)
     count = 2
     while count < world.size:
         group = tuple(range(count))
@@ -198,8 +206,8 @@ def _add_smaller_groups(
         seconds = [0.0] * len(sizes)
         if inside:
             alone = World("none", part.rank, part.size, part.rank, part.size, 1, part)
-            sums = tools.group_sum(part)
-            seconds = [_sum_seconds(alone, sums, size, tools.device) for size in sizes]
+            blocking = replace(tools, start=tools.group_sum(part))
+            seconds = [_sum_seconds(alone, blocking, size) for size in sizes]
         seconds = world.broadcast(seconds)
         part.Free()
         corrected = [
@@ -357,7 +365,7 @@ def _trip_seconds(
     target = torch.empty_like(sent)
     seconds = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began = exchange.now()
         receipt = exchange.receive(target, other, PONG if is_first else PING)
         if is_first:
             exchange.send(sent, other, PING)
@@ -365,7 +373,7 @@ def _trip_seconds(
         if not is_first:
             exchange.send(sent, other, PONG)
         exchange.flush()
-        seconds.append((time.perf_counter() - began) / 2)
+        seconds.append((exchange.now() - began) / 2)
     return seconds
 
 
@@ -388,18 +396,18 @@ def measure_contention(
         alone: seconds of an all-reduce alone, by bytes.
     """
     values = torch.zeros(size // 4, device=tools.device)
-    one = statistics.median([_seconds_of(tools.work) for _ in range(30)])
+    one = statistics.median([_seconds_of_work(tools) for _ in range(30)])
     expected = alone(size)
     ratios: list[tuple[float, float]] = []
     for _ in range(WARM_UP + LEAST):
         world.barrier()
-        began = time.perf_counter()
+        began = tools.now()
         is_over = tools.start(values, "probe.contention")
         products = 0
         while not is_over():
             tools.work()
             products += 1
-        seconds = time.perf_counter() - began
+        seconds = tools.now() - began
         ratios.append((seconds / max(one * products, 1e-9), seconds / expected))
     kept = ratios[WARM_UP:]
     compute = statistics.median(ratio for ratio, _ in kept)
@@ -456,7 +464,7 @@ class Disturbance:
         return float(np.clip(computed / done, 1.0, MOST_SLOWDOWN))
 
 
-def _seconds_of(once: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    once()
-    return time.perf_counter() - began
+def _seconds_of_work(tools: Tools) -> float:
+    began = tools.now()
+    tools.work()
+    return tools.now() - began

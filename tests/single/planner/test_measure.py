@@ -154,7 +154,8 @@ def test_sums_are_measured_on_tensors_of_the_device() -> None:
         return lambda: True
 
     meta = torch.device("meta")
-    curve = probe.reduce_curve(ALONE, start, (64, 4096), meta)
-    probe.measure_contention(ALONE, probe.Tools(start, device=meta), curve, size=64)
+    tools = probe.Tools(start, device=meta)
+    curve = probe.reduce_curve(ALONE, tools, (64, 4096))
+    probe.measure_contention(ALONE, tools, curve, size=64)
     probe.Disturbance(start, meta, curve)(1e-6)()
     assert seen == {"meta"}
