@@ -1,11 +1,16 @@
 """The dilated clock and the modelled device, on a clock that the test moves."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import pytest
+import torch
 
-from hvdtrain.emulate import Clock, Flight, Hardware
+from hvdtrain.emulate import Clock, Emulation, Flight, Hardware
 from hvdtrain.planner.clusters import DEVICES, LINKS, PRESETS, Event
+from hvdtrain.planner.cost import Question
+from hvdtrain.world import World
 
 
 class Time:
@@ -106,3 +111,28 @@ def test_an_all_reduce_ends_later_by_the_part_that_computing_slows() -> None:
     assert hardware.end_of(start=10, seconds=4, waiting_since=10) == pytest.approx(14)
     assert hardware.end_of(start=10, seconds=4, waiting_since=12) == pytest.approx(15)
     assert hardware.end_of(start=10, seconds=4, waiting_since=99) == pytest.approx(18)
+
+
+@pytest.mark.parametrize("real", [0.0, 0.001, 5.0])
+@pytest.mark.parametrize("poll", [0.0, 0.3])
+def test_an_all_reduce_that_the_planner_measures_takes_its_modelled_seconds(
+    real: float, poll: float
+) -> None:
+    """However long the real sum takes, and however late a poll finds out that it is over."""
+    time = Time()
+    hardware = hardware_on(time, dilation=10.0)
+
+    def start(stamps: torch.Tensor, name: str) -> Callable[[], bool]:
+        summed_at = time.now + real
+        return lambda: time.now >= summed_at
+
+    tools = Emulation("", hardware, cast(Question, None), []).tools(
+        start, World("none", 0, 2, 0, 2, 1), torch.device("cpu")
+    )
+    began, values = tools.now(), torch.zeros(2**20)
+    seconds = hardware.reduce_seconds([0, 1], values.nbytes)
+    assert seconds > 1e-4
+    is_over = tools.start(values, "sum")
+    while not is_over():
+        time.now += poll or real
+    assert tools.now() - began == pytest.approx(seconds)
