@@ -199,12 +199,12 @@ def read(
         path: of the file.
         model: its name.
         shapes: of all tensors of the model, by hvdtrain's names.
-        last: the last component, whose tensors may have other shapes in the file: with another
-            number of classes it keeps its initial weights.
+        last: the last component, whose tensors may have another first dimension in the file: with
+            another number of classes they keep their initial values.
 
     Returns:
         The tensors by hvdtrain's names, with the states of `get_extra_state` as named tensors if
-        the file has any; and the names of the last component's tensors whose shape differs.
+        the file has any; and the names of the last component's tensors with other classes.
 
     Raises:
         DataError: if the file does not hold exactly the tensors of the model.
@@ -229,7 +229,7 @@ def read(
                 raise DataError(f"{path} lacks {theirs[name]}: use weights of {model}")
         elif tuple(value.shape) == shape:
             tensors[name] = value
-        elif name.startswith(f"{last}."):
+        elif name.startswith(f"{last}.") and tuple(value.shape[1:]) == shape[1:]:
             reshaped.append(name)
         else:
             raise DataError(

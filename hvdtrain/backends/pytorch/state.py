@@ -94,12 +94,15 @@ class TorchState(State):
     @override
     def start_from(self, path: Path) -> str:
         last = self.plan.stages[-1].components[-1]
-        values, is_other = weights.read(path, self.config.model, self.shapes, last)
+        values, others = weights.read(path, self.config.model, self.shapes, last)
         put_tensors(self.parts, values)
         if any(name.endswith(weights.KEY) for name in values):
             for part in self.parts.values():
                 part.model.put_extra(values)
-        return f"started from {path}" + (f"; {last} keeps its initial weights" if is_other else "")
+        if not others:
+            return f"started from {path}"
+        layers = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in others))
+        return f"started from {path}; for other classes these are initial weights: {layers}"
 
     @override
     def digests(self) -> dict[str, str]:

@@ -77,6 +77,20 @@ def test_a_head_of_other_classes_is_left_out_and_named(tmp_path: Path) -> None:
     assert tensors.keys() == shapes.keys() - set(other)
 
 
+def test_of_a_module_that_is_one_component_only_its_classes_may_differ(tmp_path: Path) -> None:
+    """A vision transformer of torchvision for another image size is refused."""
+
+    def shapes(classes: int, patches: int) -> Shapes:
+        return {"model.pos_embed": (1, patches, 8), "model.head.weight": (classes, 8)}
+
+    values = {name: torch.ones(shape) for name, shape in shapes(1000, 197).items()}
+    write(tmp_path / "weights.pth", "own:model", values)
+    kept, others = read(tmp_path / "weights.pth", "own:model", shapes(10, 197), "model")
+    assert (list(kept), others) == (["model.pos_embed"], ["model.head.weight"])
+    with pytest.raises(DataError, match=r"pos_embed has the shape \(1, 197, 8\)"):
+        read(tmp_path / "weights.pth", "own:model", shapes(10, 50), "model")
+
+
 def test_counters_may_be_missing_as_in_old_files(tmp_path: Path) -> None:
     shapes, values = small("resnet18")
     kept = {name: value for name, value in values.items() if "num_batches" not in name}
