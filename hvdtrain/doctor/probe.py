@@ -272,10 +272,11 @@ def mpi() -> None:
         return
     from mpi4py import MPI
 
+    levels = {MPI.THREAD_MULTIPLE: "MULTIPLE", MPI.THREAD_SERIALIZED: "SERIALIZED"}
     say(
         library=MPI.Get_library_version().strip("\0 \n"),
         libraries=mpi_libraries(),
-        thread_multiple=MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
+        threads=levels.get(MPI.Query_thread(), "fewer"),
     )
 
 

@@ -433,13 +433,17 @@ def why_not_horovod(device: torch.device, world: World) -> str:
 
     Without NCCL its sum of tensors on a GPU would never end, and NCCL accepts one rank per GPU.
     """
-    has_it, has_nccl = has_horovod(), True
+    has_it, has_nccl, has_threads = has_horovod(), True, worlds.has_multiple_threads()
     if has_it and devices.is_gpu(device):
         has_nccl = bool(worlds.horovod_module("torch", world.size).nccl_built())
-    everywhere = world.gather((has_it, has_nccl))
-    if not all(has_it for has_it, _ in everywhere):
+    installed, with_threads, with_nccl = map(
+        all, zip(*world.gather((has_it, has_threads, has_nccl)), strict=True)
+    )
+    if not installed:
         return WITHOUT_HOROVOD
-    if not all(has_nccl for _, has_nccl in everywhere):
+    if not with_threads:
+        return worlds.ONE_THREAD
+    if not with_nccl:
         return "Horovod is built without NCCL, so it cannot sum on GPUs"
     if shared := _on_one_gpu(device, world):
         return f"ranks {' and '.join(map(str, shared))} share a GPU, which NCCL does not accept"

@@ -22,7 +22,7 @@ from hvdtrain.doctor.check import (
 )
 
 LIBRARY = "/env/lib/libmpi.so.40"
-MPI = {"library": "Open MPI v5.0.11, package: x", "libraries": [LIBRARY], "thread_multiple": True}
+MPI = {"library": "Open MPI v5.0.11, package: x", "libraries": [LIBRARY], "threads": "MULTIPLE"}
 PLUGIN = {"version": "0.28.1", "path": "/h", "libraries": [LIBRARY], "mpi": True, "gloo": True}
 OWN = libraries.Launcher(
     "/env/bin/mpirun", "mpirun (Open MPI) 5.0.11", "/env/bin/mpirun", "mpirun (Open MPI) 5.0.11"
@@ -88,13 +88,15 @@ def test_libraries_that_are_missing_or_poor_are_faults_with_a_cure() -> None:
         libraries.package_check("PyTorch", None, "it was killed by SIGSEGV"),
         libraries.mpi4py_check(Answer({"mpi4py": gone})),
         libraries.mpi4py_check(Answer(package, "it was killed by SIGABRT")),
-        libraries.mpi4py_check(Answer(package | MPI | {"thread_multiple": False})),
+        libraries.mpi4py_check(Answer(package | MPI | {"threads": "fewer"})),
         libraries.horovod_check(gone),
         libraries.horovod_check(PLUGIN | {"mpi": False, "nccl": False}),
         libraries.tensorflow_check(Answer({"tensorflow": {"error": "ImportError: y"}})),
     ):
         assert check.state == "fault", check
         assert check.cure
+    one_thread = libraries.mpi4py_check(Answer(package | MPI | {"threads": "SERIALIZED"}))
+    assert (one_thread.state, "MPI sums the gradients" in one_thread.text) == ("note", True)
     missing = {"error": "ModuleNotFoundError: No module named 'tensorflow'"}
     assert libraries.tensorflow_check(Answer({"tensorflow": missing})).state == "note"
 
