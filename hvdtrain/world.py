@@ -291,7 +291,7 @@ def start_horovod(
     if horovod.size() != world.size:
         raise UsageError(
             f"Horovod sees {horovod.size()} ranks and mpi4py {world.size}: both must be built "
-            "against the same MPI (hvdtrain doctor shows which they use)"
+            "against the same MPI (hvdtrain doctor shows which they use), or use --reduce-with mpi"
         )
     _horovod = horovod
     _process_sets.update(sets)

@@ -14,6 +14,8 @@ import pytest
 from hvdtrain.host import launchers
 from hvdtrain.world import World, import_mpi, start, start_horovod, stop
 
+ANOTHER_MPI = "HVDTRAIN_TEST_ANOTHER_MPI"  # is set where Horovod is not built for the MPI
+
 
 def pytest_configure() -> None:
     """Start MPI as a run does, before an import in a test starts it without our settings."""
@@ -35,12 +37,14 @@ def horovod(world: World) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that need several ranks if there is only one."""
-    if launchers.detect(os.environ).size != 1:
-        return
-    alone = [item for item in items if item.get_closest_marker("several_ranks")]
-    items[:] = [item for item in items if item not in alone]
-    config.hook.pytest_deselected(items=alone)
+    """Deselect tests that need several ranks if there is only one, or Horovod with another MPI."""
+    left = []
+    if launchers.detect(os.environ).size == 1:
+        left = [item for item in items if item.get_closest_marker("several_ranks")]
+    if ANOTHER_MPI in os.environ:
+        left += [item for item in items if "horovod" in getattr(item, "fixturenames", ())]
+    items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=left)
 
 
 @pytest.hookimpl(wrapper=True)

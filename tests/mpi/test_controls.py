@@ -57,6 +57,7 @@ def left_out(tensor: Tensor, bucket: str) -> Tensor:
     return tensor.clone() if bucket == "gradients.1" else tensor
 
 
+@pytest.mark.usefixtures("horovod")
 @pytest.mark.several_ranks
 @pytest.mark.parametrize(
     ("change", "operation"), [(None, "Average"), (left_out, "Sum"), (None, "Sum")]

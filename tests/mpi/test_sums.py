@@ -156,12 +156,14 @@ def test_horovod_is_not_needed(world: World, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.several_ranks
 def test_horovod_needs_several_threads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks sum by MPI if that of one of them lacks such support."""
+    monkeypatch.setattr(collectives, "has_horovod", lambda: True)
     monkeypatch.setattr(collectives.worlds, "has_multiple_threads", lambda: world.rank > 0)
     assert collectives.reduction_library(None, world, CPU) == "mpi"
     with pytest.raises(UsageError, match="does not support MPI_THREAD_MULTIPLE"):
         collectives.check_horovod(CPU, world)
 
 
+@pytest.mark.usefixtures("horovod")
 def test_the_installed_library_is_recognised() -> None:
     assert collectives.has_horovod()
     assert collectives.DATATYPES.keys().isdisjoint(collectives.HALVES)

@@ -45,6 +45,7 @@ def test_a_rank_receives_what_another_sends(world: World) -> None:
 
 
 @pytest.mark.several_ranks
+@pytest.mark.usefixtures("horovod")  # of Open MPI, as its segments are
 def test_what_ranks_share_is_in_a_folder_of_their_job(world: World) -> None:
     """Otherwise two jobs whose names Open MPI hashes to the same 16 bits mix their messages."""
     world.barrier()

@@ -2,6 +2,9 @@
 
 import re
 import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +29,32 @@ def test_everything_in_tests_mpi_passes_on_three_ranks() -> None:
     everything_passes("tests/mpi", 3, "not weekly")
 
 
+# The packages of other MPIs, whose libraries mpi4py's wheel can load, too.
+OTHERS = ("mpich", "impi-rt")
+PORTABLE = "plans sums exchange pairs transfer world local_steps controls"
+
+
+@pytest.mark.proof
+@pytest.mark.proves("MPICH and Intel MPI sum gradients and carry activations as Open MPI does.")
+@pytest.mark.parametrize("package", OTHERS)
+def test_what_needs_no_horovod_passes_with_another_mpi(tmp_path: Path, package: str) -> None:
+    """The package is found as a site's module is; Horovod, built for Open MPI, is hidden."""
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed")
+    subprocess.run([*pip, "--prefix", str(tmp_path), package], check=True, timeout=600)
+    hidden = tmp_path / "hidden"
+    (hidden / "horovod").mkdir(parents=True)
+    (hidden / "horovod" / "__init__.py").touch()
+    settings = {
+        "LD_LIBRARY_PATH": str(tmp_path / "lib"),
+        "MPI4PY_MPIABI": "mpich",
+        "PYTHONPATH": str(hidden),
+        "HVDTRAIN_TEST_ANOTHER_MPI": "1",
+    }
+    paths = " ".join(f"tests/mpi/test_{name}.py" for name in PORTABLE.split())
+    launcher = (str(tmp_path / "bin" / "mpiexec"), "-n", "2", sys.executable)
+    everything_passes(paths, 2, QUICK, launcher, settings)
+
+
 @pytest.mark.weekly
 @pytest.mark.parametrize("folder", ["tests/mpi", "tests/mpi_keras"])
 def test_what_takes_longest_passes_on_three_ranks(folder: str) -> None:
@@ -48,13 +77,24 @@ def test_everything_in_tests_mpi_keras_passes() -> None:
     everything_passes("tests/mpi_keras", 3, "not weekly")
 
 
-def everything_passes(paths: str, ranks: int, chosen: str) -> None:
-    """Run the tests in these paths that a mark selects on all ranks; none may be skipped."""
+def everything_passes(
+    paths: str,
+    ranks: int,
+    chosen: str,
+    launcher: Sequence[str] = (),
+    others: Mapping[str, str] = {},
+) -> None:
+    """Run the tests in these paths that a mark selects on all ranks; none may be skipped.
+
+    Args:
+        launcher: starts Python on the ranks; by default that of this environment.
+        others: more variables of the environment.
+    """
     framework = "tensorflow" if paths.endswith("keras") else "torch"
-    settings = {"COLUMNS": "100", "NO_COLOR": "1", "HVDTRAIN_TEST_FRAMEWORK": framework}
+    settings = {"COLUMNS": "100", "NO_COLOR": "1", "HVDTRAIN_TEST_FRAMEWORK": framework, **others}
     tests = ("-m", "pytest", *PYTEST, "-m", chosen, *paths.split())
     done = subprocess.run(
-        [*mpirun(ranks), warm.python(framework), *tests],
+        [*(launcher or (*mpirun(ranks), warm.python(framework))), *tests],
         cwd=ROOT,
         env=program_environment() | settings,
         capture_output=True,
