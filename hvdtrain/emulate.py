@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -456,25 +457,27 @@ class Emulation(Machine):
 
     @override
     def tools(self, start: Start, world: World, device: torch.device) -> Tools:
-        def group_sum(communicator: Any) -> Start:
-            return self._delayed(_blocking(communicator), range(communicator.size))
+        clock = copy(self.clock)  # the time that real sums take must not shorten other work
 
-        whole = self._delayed(start, range(world.size))
+        def group_sum(communicator: Any) -> Start:
+            return self._delayed(_blocking(communicator), range(communicator.size), clock)
+
         return Tools(
-            whole,
+            self._delayed(start, range(world.size), clock),
             group_sum,
-            clock=self.clock.modelled_now,
+            clock=clock.modelled_now,
             contention=self.hardware.network.contention,
         )
 
-    def _delayed(self, start: Start, ranks: Sequence[int]) -> Start:
+    def _delayed(self, start: Start, ranks: Sequence[int], clock: Clock) -> Start:
         """Return all-reduces that end, on the modelled clock, when those of its network would.
 
         Args:
             start: starts the real ones.
             ranks: the members.
+            clock: of the measurement.
         """
-        hardware, clock = self.hardware, self.clock
+        hardware = self.hardware
 
         def begin(tensor: torch.Tensor, name: str) -> Callable[[], bool]:
             stamps = torch.zeros(len(ranks), dtype=torch.float64)

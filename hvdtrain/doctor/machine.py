@@ -202,7 +202,7 @@ def allreduce_checks(answer: Answer, horovod_loads: bool) -> list[Check]:
         return [Check(name, "fault", text, "use the launcher of the MPI that mpi4py loads")]
     checks = [_sum_check("all-reduce by mpi4py", "mpi", answer)]
     if not horovod_loads:
-        text = "not tried, since Horovod cannot be loaded"
+        text = "not tried, since Horovod cannot be loaded or may not use MPI"
         return [*checks, Check("all-reduce by Horovod", "note", text)]
     checks.append(_sum_check("all-reduce by Horovod", "horovod", answer))
     if checks[-1].state == "ok":

@@ -199,8 +199,8 @@ def read(
         path: of the file.
         model: its name.
         shapes: of all tensors of the model, by hvdtrain's names.
-        last: the last component, whose tensors may have another first dimension in the file: with
-            another number of classes they keep their initial values.
+        last: the last component, whose tensors may have another number of classes in the file:
+            then they keep their initial values.
 
     Returns:
         The tensors by hvdtrain's names, with the states of `get_extra_state` as named tensors if
@@ -222,14 +222,16 @@ def read(
         raise DataError(
             f"{path} holds {_some(odd)}, which {model} does not have: use weights of {model}"
         )
+    classes = list(shapes.values())[-1][:1]  # the last tensor has a value or a row for each
     for name, shape in shapes.items():
         value = content.get(theirs[name])
+        others = tuple(value.shape[1:]) if value is not None and value.ndim else None
         if value is None:
             if not name.endswith(COUNTER):
                 raise DataError(f"{path} lacks {theirs[name]}: use weights of {model}")
         elif tuple(value.shape) == shape:
             tensors[name] = value
-        elif name.startswith(f"{last}.") and tuple(value.shape[1:]) == shape[1:]:
+        elif name.startswith(f"{last}.") and shape[:1] == classes and others == shape[1:]:
             reshaped.append(name)
         else:
             raise DataError(

@@ -398,6 +398,25 @@ def test_a_launcher_of_another_mpi_gives_worlds_of_one_and_one_line(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.proof
+@pytest.mark.proves("An MPI that one thread at a time may use trains; Horovod is refused there.")
+def test_an_mpi_without_multiple_threads_trains_without_horovod(
+    small_set: Path, tmp_path: Path
+) -> None:
+    words = ("train", "--model", "cnn", "--data", small_set, "--ranks", 2, "--max-steps", 2)
+    environment = program_environment() | {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        command = program(*words, "--run", tmp_path / "-".join(("run", *more)), *more, cold=True)
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    done, refused = run(), run("--reduce-with", "horovod")
+    assert done.returncode == 0, done.stderr
+    assert "needs: MPI sums the gradients" in done.stdout + done.stderr
+    assert refused.returncode == 2
+    assert "this MPI does not support MPI_THREAD_MULTIPLE" in refused.stderr
+
+
 @pytest.fixture(params=["warm", pytest.param("cold", marks=pytest.mark.weekly)])
 def long_run(
     request: pytest.FixtureRequest, small_set: Path, tmp_path: Path

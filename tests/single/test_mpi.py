@@ -30,14 +30,16 @@ def test_everything_in_tests_mpi_passes_on_three_ranks() -> None:
 
 
 # The packages of other MPIs, whose libraries mpi4py's wheel can load, too.
-OTHERS = ("mpich", "impi-rt")
+OTHERS = {"mpich": "MPICH Version", "impi-rt": "Intel(R) MPI Library"}
 PORTABLE = "plans sums exchange pairs transfer world local_steps controls"
 
 
 @pytest.mark.proof
 @pytest.mark.proves("MPICH and Intel MPI sum gradients and carry activations as Open MPI does.")
-@pytest.mark.parametrize("package", OTHERS)
-def test_what_needs_no_horovod_passes_with_another_mpi(tmp_path: Path, package: str) -> None:
+@pytest.mark.parametrize(("package", "name"), OTHERS.items())
+def test_what_needs_no_horovod_passes_with_another_mpi(
+    tmp_path: Path, package: str, name: str
+) -> None:
     """The package is found as a site's module is; Horovod, built for Open MPI, is hidden."""
     pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed")
     subprocess.run([*pip, "--prefix", str(tmp_path), package], check=True, timeout=600)
@@ -52,6 +54,9 @@ def test_what_needs_no_horovod_passes_with_another_mpi(tmp_path: Path, package: 
     }
     paths = " ".join(f"tests/mpi/test_{name}.py" for name in PORTABLE.split())
     launcher = (str(tmp_path / "bin" / "mpiexec"), "-n", "2", sys.executable)
+    told = "from mpi4py import MPI; print(MPI.Get_library_version())"
+    environment = program_environment() | settings
+    assert name in subprocess.check_output([*launcher, "-c", told], env=environment, text=True)
     everything_passes(paths, 2, QUICK, launcher, settings)
 
 

@@ -102,7 +102,7 @@ class TorchState(State):
         if not others:
             return f"started from {path}"
         layers = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in others))
-        return f"started from {path}; for other classes these are initial weights: {layers}"
+        return f"started from {path}, except {layers}: the file has another number of classes"
 
     @override
     def digests(self) -> dict[str, str]:

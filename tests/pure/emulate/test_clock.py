@@ -136,3 +136,6 @@ def test_an_all_reduce_that_the_planner_measures_takes_its_modelled_seconds(
     while not is_over():
         time.now += poll or real
     assert tools.now() - began == pytest.approx(seconds)
+    began = time.now
+    hardware.compute(1)
+    assert time.now - began == pytest.approx(10), "a real sum must not shorten other work"

@@ -81,14 +81,22 @@ def test_of_a_module_that_is_one_component_only_its_classes_may_differ(tmp_path:
     """A vision transformer of torchvision for another image size is refused."""
 
     def shapes(classes: int, patches: int) -> Shapes:
-        return {"model.pos_embed": (1, patches, 8), "model.head.weight": (classes, 8)}
+        # As in ViT, and the bias table of Swin, which also has a row per position.
+        return {
+            "model.pos_embed": (patches, 8),
+            "model.head.weight": (classes, 8),
+            "model.head.bias": (classes,),
+        }
 
     values = {name: torch.ones(shape) for name, shape in shapes(1000, 197).items()}
     write(tmp_path / "weights.pth", "own:model", values)
     kept, others = read(tmp_path / "weights.pth", "own:model", shapes(10, 197), "model")
-    assert (list(kept), others) == (["model.pos_embed"], ["model.head.weight"])
-    with pytest.raises(DataError, match=r"pos_embed has the shape \(1, 197, 8\)"):
+    assert (list(kept), others) == (["model.pos_embed"], ["model.head.weight", "model.head.bias"])
+    with pytest.raises(DataError, match=r"pos_embed has the shape \(197, 8\)"):
         read(tmp_path / "weights.pth", "own:model", shapes(10, 50), "model")
+    write(tmp_path / "odd.pth", "own:model", values | {"model.head.bias": torch.tensor(1.0)})
+    with pytest.raises(DataError, match=r"head\.bias has the shape"):
+        read(tmp_path / "odd.pth", "own:model", shapes(10, 197), "model")
 
 
 def test_counters_may_be_missing_as_in_old_files(tmp_path: Path) -> None:
