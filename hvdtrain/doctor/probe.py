@@ -141,7 +141,7 @@ def _sum(current: World) -> Check:
 
     values = torch.full((ELEMENTS,), float(current.rank))
     sums: list[Any] = []
-    if by_horovod := all(current.gather(has_horovod() and world.has_multiple_threads())):
+    if by_horovod := all(current.gather(has_horovod() and current.has_multiple_threads)):
         horovod = world.start_horovod(4 * ELEMENTS)
 
     def add() -> None:
@@ -298,7 +298,7 @@ def allreduce() -> None:
     say_on_rank_0(current, mpi_right=right, mpi_milliseconds=milliseconds)
     say_on_rank_0(current, trace=watch(current, 2**20))
 
-    if not world.has_multiple_threads():
+    if not current.has_multiple_threads:
         return
     import torch
 

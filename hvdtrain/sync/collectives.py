@@ -433,7 +433,7 @@ def why_not_horovod(device: torch.device, world: World) -> str:
 
     Without NCCL its sum of tensors on a GPU would never end, and NCCL accepts one rank per GPU.
     """
-    has_it, has_nccl, has_threads = has_horovod(), True, worlds.has_multiple_threads()
+    has_it, has_nccl, has_threads = has_horovod(), True, world.has_multiple_threads
     if has_it and devices.is_gpu(device):
         has_nccl = bool(worlds.horovod_module("torch", world.size).nccl_built())
     installed, with_threads, with_nccl = map(

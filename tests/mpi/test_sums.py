@@ -157,7 +157,7 @@ def test_horovod_is_not_needed(world: World, monkeypatch: pytest.MonkeyPatch) ->
 def test_horovod_needs_several_threads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks sum by MPI if that of one of them lacks such support."""
     monkeypatch.setattr(collectives, "has_horovod", lambda: True)
-    monkeypatch.setattr(collectives.worlds, "has_multiple_threads", lambda: world.rank > 0)
+    monkeypatch.setattr(World, "has_multiple_threads", property(lambda rank: rank.rank > 0))
     assert collectives.reduction_library(None, world, CPU) == "mpi"
     with pytest.raises(UsageError, match="does not support MPI_THREAD_MULTIPLE"):
         collectives.check_horovod(CPU, world)
