@@ -222,16 +222,20 @@ def read(
         raise DataError(
             f"{path} holds {_some(odd)}, which {model} does not have: use weights of {model}"
         )
-    classes = list(shapes.values())[-1][:1]  # the last tensor has a value or a row for each
+    # The last tensor of a classifier has a value or a row for each class.
+    classes = [(), *shapes.values()][-1][:1]
     for name, shape in shapes.items():
         value = content.get(theirs[name])
-        others = tuple(value.shape[1:]) if value is not None and value.ndim else None
         if value is None:
             if not name.endswith(COUNTER):
                 raise DataError(f"{path} lacks {theirs[name]}: use weights of {model}")
         elif tuple(value.shape) == shape:
             tensors[name] = value
-        elif name.startswith(f"{last}.") and shape[:1] == classes and others == shape[1:]:
+        elif (
+            name.startswith(f"{last}.")
+            and value.ndim == len(shape)
+            and (*classes, *value.shape[1:]) == shape
+        ):
             reshaped.append(name)
         else:
             raise DataError(
