@@ -93,6 +93,7 @@ class PlanConfig(ModelInConfig):
         Raises:
             UsageError: if there is no cluster either.
         """
+        super().__post_init__()
         if self.ranks:
             return
         if self.cluster is None:

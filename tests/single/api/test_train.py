@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import hvdtrain
-from hvdtrain import Callback, TrainConfig, TrainResult, cli, cut, train
+from hvdtrain import Callback, PlanConfig, TrainConfig, TrainResult, cli, cut, train
+from hvdtrain.check import show
 from hvdtrain.checkpoint import store
 from hvdtrain.configfile import load
 from hvdtrain.errors import UsageError
@@ -174,6 +175,19 @@ class JsonLogger(Callback):
     "Callbacks receive what the run folder keeps, on rank 0, and an exception in one ends "
     "all ranks."
 )
+def test_a_plan_is_shown_for_an_object_on_the_ranks_of_a_cluster() -> None:
+    network = cut(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16**2, 8), nn.ReLU(), nn.Linear(8, 5)))
+    config = PlanConfig(
+        model=network, cluster="8-v100", plan="dp", image_size=16, classes=5, explain=True
+    )
+    assert config.ranks == 8
+    plan = show.show(config).plan
+    assert plan is not None
+    assert plan.stages[0].ranks == tuple(range(8))
+    with pytest.raises(UsageError, match="missing: --ranks"):
+        PlanConfig(model=network)
+
+
 def test_callbacks_receive_what_the_run_folder_keeps(config: Config, tmp_path: Path) -> None:
     logger = JsonLogger(tmp_path / "log.jsonl")
     result = train(
