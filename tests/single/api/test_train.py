@@ -171,10 +171,6 @@ class JsonLogger(Callback):
         self.note("end", final=summary["final"])
 
 
-@pytest.mark.proves(
-    "Callbacks receive what the run folder keeps, on rank 0, and an exception in one ends "
-    "all ranks."
-)
 def test_a_plan_is_shown_for_an_object_on_the_ranks_of_a_cluster() -> None:
     network = cut(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16**2, 8), nn.ReLU(), nn.Linear(8, 5)))
     config = PlanConfig(
@@ -188,6 +184,10 @@ def test_a_plan_is_shown_for_an_object_on_the_ranks_of_a_cluster() -> None:
         PlanConfig(model=network)
 
 
+@pytest.mark.proves(
+    "Callbacks receive what the run folder keeps, on rank 0, and an exception in one ends "
+    "all ranks."
+)
 def test_callbacks_receive_what_the_run_folder_keeps(config: Config, tmp_path: Path) -> None:
     logger = JsonLogger(tmp_path / "log.jsonl")
     result = train(
