@@ -56,6 +56,7 @@ COMMANDS = {
     "checkpoint": ["checkpoint.py --part training --data {data}"],
     "checkpoint-rates": ["checkpoint.py"],
     "startup": ["startup.py --data {data}"],
+    "restart": ["restart.py --data {data}"],
     "scale": ["scale.py"],
 }
 FIELDS = tuple(field.name for field in fields(Comparison))
