@@ -110,7 +110,8 @@ class Reduction(Kept):
         place = self.state.place
         collectives: Collectives = Alone()
         if place.size > 1:
-            collectives = _among_all(self.state, name, "sums")
+            first = next(iter((*parameters.values(), *statistics.values())))
+            collectives = _among_all(self.state, first.device, name, "sums")
         is_whole = not parameters or any(v.dtype == torch.float16 for v in parameters.values())
         request = NO_COMPRESSION if is_whole else self.compression
         sums = make_sums(request, collectives)
@@ -226,10 +227,13 @@ def reduction_of(
     return reduction
 
 
-def _among_all(state: State, name: str, purpose: str) -> Collectives:
-    """Return the operations of all ranks. Collective."""
+def _among_all(state: State, device: torch.device, name: str, purpose: str) -> Collectives:
+    """Return the operations of all ranks on tensors of a device. Collective.
+
+    The tensors of a loop may be on the CPU although its rank has a GPU, and NCCL takes none there.
+    """
     everybody = tuple(range(state.place.size))
-    return open_group(state.engine, everybody, state.world, state.place.device, name)(purpose)
+    return open_group(state.engine, everybody, state.world, device, name)(purpose)
 
 
 def _group_of(value: Tensor, groups: Iterable[Group]) -> Group:
@@ -267,7 +271,8 @@ class LocalReduction(Reduction):
         super().__init__(number, parameters, others, state, NO_COMPRESSION)
         self.optimizer, self.trained = optimizer, SampleCount()
         self.share = Share(0.0, False)
-        collectives = _among_all(state, f"model{number}", "meetings")
+        device = next(iter(parameters.values())).device
+        collectives = _among_all(state, device, f"model{number}", "meetings")
         states = States(self.states, self._put)
         named = {name.replace(COMPILED, ""): value for name, value in parameters.items()}
         replica = Replica(named, statistics, states, optimizer, self._complete)
