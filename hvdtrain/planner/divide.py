@@ -107,66 +107,15 @@ def divide(
         better_than: divisions with a larger estimate are not of interest.
         most: ranks per run; None: all.
     """
-    # States are (slot, rank, component). Their value is the best result of dividing the components
-    # from this one on over the ranks from this one on; a stage leads to a state behind it in both.
-    # How many stages follow matters for memory only: with a limit, states with s stages are in
-    # slot s; without one, all are in slot 0. Times are [start, ranks - 1, stop] by first rank.
     tables: list[Times] = []
     for first in range(ranks):
         runs = [times_of(first, n + 1) for n in range(min(ranks - first, most or ranks))]
         tables.append(Times(*(np.stack(one, axis=1) for one in zip(*runs, strict=True))))
-    # (slot, slot of the stages behind, first rank): what can be behind a stage comes before.
-    order = [(0, 0, first) for first in reversed(range(ranks))]
-    if limit is not None:
-        depths = range(1, ranks + 1)
-        order = [(n, n - 1, first) for n in depths for first in range(ranks - n + 1)]
-    empty = np.full((1 if limit is None else ranks + 1, ranks + 1, components + 1), UNFIT)
-    empty[0, ranks, components] = 0.0
-    lines = np.arange(components + 1)
-
-    def paces(slot: int, first: int) -> np.ndarray:
-        pace = tables[first].pace
-        return pace if limit is None else np.where(limit.allows(tables[first], slot), pace, UNFIT)
-
-    def smallest_maximum() -> float:
-        best = empty.copy()
-        for slot, tail, first in order:
-            pace = paces(slot, first)
-            behind = best[tail, first + 1 : first + 1 + pace.shape[1]]
-            best[slot, first] = np.maximum(pace, behind).min(axis=(1, 2))
-        return float(best[:, 0, 0].min())
-
-    def smallest_sum(below: float) -> tuple[Division, float, float] | None:
-        """Return the division with the smallest sum if all paces are below a value.
-
-        With it, return its sum and its maximum; None if there is no such division.
-        """
-        best, choice = empty.copy(), np.zeros(empty.shape, np.int64)
-        for slot, tail, first in order:
-            pace = paces(slot, first)
-            behind = best[tail, first + 1 : first + 1 + pace.shape[1]]
-            whole = np.where(pace < below, tables[first].passing + behind, UNFIT)
-            whole = whole.reshape(len(lines), -1)
-            choice[slot, first] = whole.argmin(axis=1)  # (ranks - 1, stop) as one number
-            best[slot, first] = whole[lines, choice[slot, first]]
-        slot = int(np.argmin(best[:, 0, 0]))
-        total, maximum = float(best[slot, 0, 0]), 0.0
-        if not math.isfinite(total):
-            return None
-        runs: list[Run] = []
-        first = start = 0
-        while first < ranks:
-            more, stop = divmod(int(choice[slot, first, start]), components + 1)
-            maximum = max(maximum, float(tables[first].pace[start, more, stop]))
-            runs.append(Run(start, stop, first, more + 1))
-            first, start = first + more + 1, stop
-            slot -= limit is not None
-        return Division(tuple(runs), total + maximum), total, maximum
-
-    if (smallest := smallest_sum(UNFIT)) is None:
+    ways = _Ways(components, tables, limit)
+    if (smallest := ways.smallest_sum(UNFIT)) is None:
         return None
     best, total, high = smallest
-    low = smallest_maximum()
+    low = ways.smallest_maximum()
     intervals = [(total + low, low, high, total)]  # (bound, low, high, smallest sum below high)
     while intervals:
         bound, low, high, total = heapq.heappop(intervals)
@@ -176,12 +125,80 @@ def divide(
             continue
         middle = low + (high - low) / 2
         heapq.heappush(intervals, (total + middle, middle, high, total))
-        if smallest := smallest_sum(middle):
+        if smallest := ways.smallest_sum(middle):
             division, total, maximum = smallest
             best = min(best, division, key=lambda one: one.seconds)
             if maximum > low:
                 heapq.heappush(intervals, (total + low, low, maximum, total))
     return best if best.seconds <= better_than else None
+
+
+class _Ways:
+    """All ways to divide components over ranks, searched by dynamic programming.
+
+    States are (slot, rank, component). Their value is the best result of dividing the components
+    from this one on over the ranks from this one on; a stage leads to a state behind it in both.
+    How many stages follow matters for memory only: with a limit, states with s stages are in slot
+    s; without one, all are in slot 0.
+
+    Args:
+        tables: by first rank, the times of its runs: fp64 [start, ranks - 1, stop].
+    """
+
+    def __init__(self, components: int, tables: Sequence[Times], limit: Limit | None) -> None:
+        ranks = len(tables)
+        self.tables, self.limit = tables, limit
+        # (slot, slot of the stages behind, first rank): what can be behind a stage comes before.
+        self.order = [(0, 0, first) for first in reversed(range(ranks))]
+        if limit is not None:
+            depths = range(1, ranks + 1)
+            self.order = [(n, n - 1, first) for n in depths for first in range(ranks - n + 1)]
+        slots = 1 if limit is None else ranks + 1
+        self.empty = np.full((slots, ranks + 1, components + 1), UNFIT)
+        self.empty[0, ranks, components] = 0.0
+
+    def _paces(self, slot: int, first: int) -> np.ndarray:
+        times = self.tables[first]
+        if self.limit is None:
+            return times.pace
+        return np.where(self.limit.allows(times, slot), times.pace, UNFIT)
+
+    def smallest_maximum(self) -> float:
+        """Return the smallest maximum of the paces."""
+        best = self.empty.copy()
+        for slot, tail, first in self.order:
+            pace = self._paces(slot, first)
+            behind = best[tail, first + 1 : first + 1 + pace.shape[1]]
+            best[slot, first] = np.maximum(pace, behind).min(axis=(1, 2))
+        return float(best[:, 0, 0].min())
+
+    def smallest_sum(self, below: float) -> tuple[Division, float, float] | None:
+        """Return the division with the smallest sum if all paces are below a value.
+
+        With it, return its sum and its maximum; None if there is no such division.
+        """
+        best, choice = self.empty.copy(), np.zeros(self.empty.shape, np.int64)
+        lines = np.arange(best.shape[2])
+        for slot, tail, first in self.order:
+            pace = self._paces(slot, first)
+            behind = best[tail, first + 1 : first + 1 + pace.shape[1]]
+            whole = np.where(pace < below, self.tables[first].passing + behind, UNFIT)
+            whole = whole.reshape(len(lines), -1)
+            choice[slot, first] = whole.argmin(axis=1)  # (ranks - 1, stop) as one number
+            best[slot, first] = whole[lines, choice[slot, first]]
+        slot = int(np.argmin(best[:, 0, 0]))
+        total, maximum = float(best[slot, 0, 0]), 0.0
+        if not math.isfinite(total):
+            return None
+        runs: list[Run] = []
+        first = start = 0
+        while first < len(self.tables):
+            more, stop = divmod(int(choice[slot, first, start]), len(lines))
+            maximum = max(maximum, float(self.tables[first].pace[start, more, stop]))
+            runs.append(Run(start, stop, first, more + 1))
+            first, start = first + more + 1, stop
+            slot -= self.limit is not None
+        return Division(tuple(runs), total + maximum), total, maximum
 
 
 class Tables:
