@@ -10,7 +10,6 @@ saved as those of any model. Their values mean nothing.
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
@@ -31,6 +30,7 @@ from hvdtrain.engine.machine import Machine
 from hvdtrain.engine.session import Device
 from hvdtrain.errors import UsageError
 from hvdtrain.host.activity import Activity
+from hvdtrain.host.process import usable_cores
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, CountedComponent, component_costs
 from hvdtrain.options.requests import Chosen
@@ -568,7 +568,7 @@ class Emulation(Machine):
                 + sum(len(plan.stages[a.stage].components) for a in done if a.kind in COMPUTE)
                 for done in candidate.schedule.values()
             )
-        sharing = max(1.0, ranks / len(os.sched_getaffinity(0)))
+        sharing = max(1.0, ranks / len(usable_cores()))
         overhead = STEP_SECONDS + sharing * (SHARED_STEP_SECONDS + ACTION_SECONDS * actions)
         return max(1.0, float(math.ceil(overhead / (OVERHEAD * seconds))))
 

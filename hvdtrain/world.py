@@ -147,7 +147,7 @@ def start(
     if launch.size == 1:
         threads = threads or process.own_threads(1)
         if bind:
-            _unbound = os.sched_getaffinity(0)
+            _unbound = process.usable_cores()
             process.bind(0, 1, threads)
         _world = World("none", rank=0, size=1, local_rank=0, local_size=1, threads=threads)
         return _world
@@ -155,7 +155,7 @@ def start(
         raise needs_mpi("this command", launch.size)
     joined = _join_by_torch() if launch.launcher == TORCHRUN else _join_by_mpi(launch, allreduce)
     communicator, node = joined
-    usable = os.sched_getaffinity(0)
+    usable = process.usable_cores()
     sharing = [rank for rank, mask in enumerate(node.allgather(usable)) if mask == usable]
     threads = threads or process.own_threads(len(sharing))
     if bind:

@@ -15,6 +15,7 @@ import psutil
 import hvdtrain
 from hvdtrain.doctor.check import Answer, Check, Outcome, first_line, run, words
 from hvdtrain.host import launchers
+from hvdtrain.host.process import usable_cores
 
 BUILD = "run hvdtrain setup"
 WITHOUT_HOROVOD = (
@@ -270,7 +271,7 @@ def inspect_site(launcher: Launcher) -> Site:
     beside = [name for name in programs if (folder / name).exists()]
     hidden = any(shutil.which(name) != str(folder / name) for name in beside)
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"} <= os.environ.keys()
-    cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
+    cores = min(psutil.cpu_count(logical=False) or 1, len(usable_cores()))
     return Site(
         mpi=identity(launcher.version),
         cores=cores,

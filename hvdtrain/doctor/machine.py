@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdtrain import precision
 from hvdtrain.doctor.check import WATCHED_SIZES, Answer, Check
+from hvdtrain.host.process import usable_cores
 
 GIB = 2**30
 # Docker's default, which is too small for the buffers of several ranks.
@@ -117,7 +118,7 @@ def bf16_speedups() -> dict[str, Any]:
     from hvdtrain import device as devices
 
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(len(usable_cores()))
     return precision.bf16_speedups(devices.gpu_if_there_is_one(), torch.get_num_threads())
 
 
@@ -138,7 +139,7 @@ def precision_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
 
 def machine_checks(torch_side: Mapping[str, Any]) -> list[Check]:
     """Return all checks of this machine."""
-    cores, user = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
+    cores, user = len(usable_cores()), os.environ.get("OMP_NUM_THREADS")
     driver, cards = ask_driver()
     nccl = bool(torch_side.get("horovod", {}).get("nccl"))
     shared = Path("/dev/shm")

@@ -26,6 +26,7 @@ from hvdtrain.doctor.machine import bf16_speedups
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.launchers import has_horovod
+from hvdtrain.host.process import usable_cores
 from hvdtrain.world import World
 
 SECONDS_TO_SHOW = 10.0  # limit until a network file system shows another host's file
@@ -102,7 +103,7 @@ def _look(current: World) -> Seen:
     memory = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     return Seen(
         host=socket.gethostname(),
-        cores=tuple(sorted(os.sched_getaffinity(0))),
+        cores=tuple(sorted(usable_cores())),
         threads=current.threads,
         gpus=gpu_count(),
         shared_memory=memory.f_bavail * memory.f_frsize if memory else 0,
@@ -209,7 +210,10 @@ REPETITIONS = 20
 def mpi_libraries() -> list[str]:
     """Return the real paths of the MPI libraries that this process has loaded."""
     names = re.compile(r"lib(mpi|mpich|mpi_cray|mpi_gnu\w*|mpi_intel)\.so")
-    words = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+    maps = Path("/proc/self/maps")
+    if not maps.exists():  # only Linux has it
+        return []
+    words = (line.split()[-1] for line in maps.read_text().splitlines())
     return sorted({str(Path(path).resolve()) for path in words if names.match(Path(path).name)})
 
 

@@ -225,8 +225,8 @@ def _is_first_to_fail(job: str) -> bool:
     _first_failure = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         _first_failure.bind(f"\0hvdtrain-failed-{os.getuid()}-{job}")
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE  # other systems than Linux have no such names
     return True
 
 

@@ -35,6 +35,8 @@ def start(config: TrainConfig, launch: Launch, start_limit: float) -> None:
     """
     if launch.launcher == "none" or activity_path() is not None:
         return
+    if not hasattr(os, "memfd_create"):  # only Linux has it; the rank's own watchdog remains
+        return
     try:
         notes = os.memfd_create("hvdtrain-activity")
         _spawn(config, launch, start_limit, notes)

@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.host.process import usable_cores
+
 POWERCAP = Path("/sys/class/powercap")
 RAPL, NVML, SLURM = "RAPL", "NVML", "Slurm"
 ANSWER_SECONDS = 10.0  # that Slurm gets for an answer
@@ -272,7 +274,7 @@ class Disturbance:
 
 def read_load() -> Load:
     """Read the counters of this process and its cores."""
-    cores = os.sched_getaffinity(0)
+    cores = usable_cores()
     times = os.times()
     busy, stolen = _stat(cores)
     throttled = {core: _thermal(core) for core in cores}

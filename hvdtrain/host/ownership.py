@@ -330,4 +330,4 @@ def process_start() -> float:
 
 def since_boot() -> float:
     """Return the seconds since this machine started, the same for all of its processes."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

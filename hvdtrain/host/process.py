@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    """Have Linux send this process a signal when the thread that started it ends."""
+    with suppress(AttributeError):  # another system
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def suspend_with(pid: int) -> None:
@@ -113,6 +115,13 @@ class StopRequest:
             self.on_request()
 
 
+def usable_cores() -> set[int]:
+    """Return the logical cores that this process may use: all where none can be bound (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
@@ -129,7 +138,7 @@ def own_threads(sharing: int) -> int:
         if not set_by_user.isdecimal() or int(set_by_user) == 0:
             raise UsageError(f"OMP_NUM_THREADS is {set_by_user}: unset it, or give a number")
         return int(set_by_user)
-    return max(1, len(os.sched_getaffinity(0)) // sharing)
+    return max(1, len(usable_cores()) // sharing)
 
 
 def bind(place: int, sharing: int, threads: int) -> None:
@@ -141,9 +150,11 @@ def bind(place: int, sharing: int, threads: int) -> None:
         threads: threads of each of them.
 
     Raises:
-        UsageError: if there are fewer cores than threads.
+        UsageError: if there are fewer cores than threads, or the system binds no processes.
     """
-    cores = physical_first(sorted(os.sched_getaffinity(0)))
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError(f"--bind needs Linux, and this is {sys.platform}: leave it out")
+    cores = physical_first(sorted(usable_cores()))
     if sharing * threads > len(cores):
         raise UsageError(
             f"--bind needs a core per thread, and {sharing} rank(s) x {threads} thread(s) share "

@@ -31,6 +31,7 @@ from typing import Literal
 from zipfile import ZIP_DEFLATED, ZipFile
 
 from hvdtrain.host.files import write_whole
+from hvdtrain.host.process import usable_cores
 from hvdtrain.setup import environment, source, toolchain
 from hvdtrain.setup.environment import Pip
 
@@ -240,7 +241,7 @@ def build(parts: dict[str, str], mpi: toolchain.Mpi, pip: Pip, work: Path) -> Pa
         CommandFailed: the download or the build failed.
         SourceError: the source is not the one that the edits are for.
     """
-    count = jobs(len(os.sched_getaffinity(0)), free_memory())
+    count = jobs(len(usable_cores()), free_memory())
     release = f"horovod=={source.VERSION}"
     download_source(pip, work)
     root = source.unpack(work / source.SDIST_NAME, work / "source")

@@ -1,11 +1,11 @@
 """Options of `report` and `reproduce paper-b` as dataclasses, like a run's configuration."""
 
-import os
 import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hvdtrain.errors import UsageError
+from hvdtrain.host.process import usable_cores
 from hvdtrain.models import check_name
 from hvdtrain.options.sections import about, flag
 
@@ -175,7 +175,7 @@ def devices() -> int:
     """Return the number of GPUs, or without one that of the cores that this process may use."""
     from torch import cuda
 
-    return cuda.device_count() or len(os.sched_getaffinity(0))
+    return cuda.device_count() or len(usable_cores())
 
 
 def _models(option: str, words: str) -> list[ModelAtSize]:
