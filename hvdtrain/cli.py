@@ -199,6 +199,9 @@ def _pack() -> Parser:
     pack.add_argument(
         "--skip-broken", action="store_true", help="leave broken files out, and count them"
     )
+    pack.add_argument(
+        "--reference", action="store_true", help="of FILE.h5:/inputs,/targets: copy no inputs"
+    )
     return pack
 
 

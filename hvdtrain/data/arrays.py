@@ -22,6 +22,7 @@ from PIL import Image
 from hvdtrain.data.images import check_size, pixels, resize, rgb, shown
 from hvdtrain.data.index import SPLITS, TARGET_TYPES, Index, Resize, TargetForm
 from hvdtrain.data.listing import ALONE, MOST_CLASSES, TEST_FOLDERS, labels_of
+from hvdtrain.data.shards import channels_last
 from hvdtrain.data.writer import Layout, in_order, write_sources
 from hvdtrain.errors import DataError, UsageError
 
@@ -139,28 +140,21 @@ def _write_inputs(
             inputs.append(made)
             targets.append(target)
             if len(inputs) * made.nbytes >= _BLOCK_BYTES:
-                yield _as_stored(np.stack(inputs)), np.stack(targets)
+                yield channels_last(np.stack(inputs)), np.stack(targets)
                 inputs, targets = [], []
         if inputs:
-            yield _as_stored(np.stack(inputs)), np.stack(targets)
+            yield channels_last(np.stack(inputs)), np.stack(targets)
 
     targets = None
     if target.shape or target.dtype.kind == "f":  # else labels of classes
         targets = TargetForm(target.shape, target.dtype.name, math.prod(target.shape))
-    layout = Layout(
-        _as_stored(first[None]).shape[1:], shard_mb=shard_mb, targets=targets, image_dtype=form[1]
-    )
+    shape = channels_last(first[None]).shape[1:]
+    layout = Layout(shape, shard_mb=shard_mb, targets=targets, image_dtype=form[1])
     sources = {name: in_order(parts(name)) for name in SPLITS}
     return write_sources(destination, sources, layout, class_names)
 
 
 INPUT_FORM = f"save inputs [n, channels, height, width], of {', '.join(TARGET_TYPES)}, in C order"
-
-
-def _as_stored(inputs: NDArray[Any]) -> NDArray[Any]:
-    """Return inputs [n, height, width] or [n, channels, height, width] with channels last."""
-    whole = inputs[:, None] if inputs.ndim == 3 else inputs
-    return np.ascontiguousarray(whole.transpose(0, 2, 3, 1))
 
 
 def _samples(
@@ -294,7 +288,7 @@ class Array:
                 row += int(np.argwhere(~np.isfinite(block))[0][0])
                 raise DataError(f"{self.place}: sample {row} is not finite: correct it")
             row += len(block)
-            yield _as_stored(block)
+            yield channels_last(block)
 
     @property
     def stored_shape(self) -> tuple[int, int, int]:

@@ -26,6 +26,7 @@ Encoding = Literal["raw", "jpeg"]
 
 FORMAT_VERSION = 1  # of pixels
 FILES_VERSION = 2  # of image files, which are decoded while they are loaded
+REFERENCE_VERSION = 3  # of a user's HDF5 file, which is read in place
 SPLITS = ("train", "test")
 RESTORE = "restore the file or pack the data set again"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm")
@@ -107,6 +108,19 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """A user's HDF5 file, which holds the inputs of a data set in place of its shards.
+
+    Attributes:
+        file: its whole path.
+        data_sets: the name of its data set, by split.
+    """
+
+    file: str
+    data_sets: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Index:
     """A packed data set.
 
@@ -117,6 +131,7 @@ class Index:
     size when they are decoded, and None for a data set of pixels. `packed_shape` is the shape in
     `index.json`, where `at_size` chose another one to read. `targets` is the form of arrays in the
     place of class labels, for which there are no `class_names`; None for class labels.
+    `reference` is the file that the shards refer to; None if they hold everything.
     """
 
     folder: Path
@@ -131,6 +146,7 @@ class Index:
     packed_shape: tuple[int, int, int] | None = None
     targets: TargetForm | None = None
     image_dtype: str = "uint8"
+    reference: Reference | None = None
 
     @property
     def input_size(self) -> InputSize:
@@ -198,8 +214,9 @@ class Index:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 (hex) of the canonical content of the index, without its folder."""
-        canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        """SHA-256 (hex) of the canonical content of the index, wherever its files are."""
+        content = {key: value for key, value in self.to_json().items() if key != "reference"}
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -211,11 +228,13 @@ class Index:
             else {"targets": vars(self.targets) | {"shape": list(self.targets.shape)}}
         )
         dtype = {} if self.image_dtype == "uint8" else {"image_dtype": self.image_dtype}
+        reference = {} if self.reference is None else {"reference": vars(self.reference)}
         return {
             "format_version": self.format_version,
             **files,
             **targets,
             **dtype,
+            **reference,
             "image_shape": list(self.stored_shape),
             "class_names": list(self.class_names),
             "mean": list(self.mean),
@@ -244,6 +263,10 @@ def read_index(folder: Path | str) -> Index:
         for shard in split.shards:
             if fault := size_fault(index.folder, shard):
                 raise DataError(f"{fault}; {RESTORE}")
+    if index.reference is not None and not Path(index.reference.file).is_file():
+        raise DataError(
+            f"{index.reference.file}: {folder} refers to it, and it is gone; {RESTORE}"
+        )
     return index
 
 
@@ -322,6 +345,7 @@ class _IndexFile:
     resize: Resize | None = None
     targets: TargetForm | None = None
     image_dtype: str = "uint8"
+    reference: Reference | None = None
 
 
 def _index(folder: Path, text: bytes) -> Index:
@@ -333,8 +357,8 @@ def _index(folder: Path, text: bytes) -> Index:
     except (ValueError, RecursionError):
         raise ValueError("not JSON") from None
     version = value.get("format_version") if isinstance(value, dict) else FORMAT_VERSION
-    if version not in (FORMAT_VERSION, FILES_VERSION):
-        known = f"this hvdtrain reads {FORMAT_VERSION} and {FILES_VERSION}"
+    if version not in (FORMAT_VERSION, FILES_VERSION, REFERENCE_VERSION):
+        known = f"this hvdtrain reads {FORMAT_VERSION} to {REFERENCE_VERSION}"
         raise ValueError(f"format version {str(version)[:40]}, {known}")
     content: _IndexFile = records.build(_IndexFile, value, "the file")
     for fault in _faults(content):
@@ -384,8 +408,11 @@ def _faults(content: _IndexFile) -> Iterator[str]:
         yield "`image_shape` is not a square of 3 channels"
     if content.splits.keys() != set(SPLITS):
         yield "`splits` are not `train` and `test`"
+    reference, is_reference = content.reference, content.format_version == REFERENCE_VERSION
+    if is_reference != (reference is not None and reference.data_sets.keys() == set(SPLITS)):
+        yield "`reference` does not name a data set for `train` and `test`"
     image_bytes = 1
-    if not is_files:
+    if not (is_files or is_reference):
         image_bytes = math.prod(content.image_shape) * TARGET_TYPES[content.image_dtype]
     for name, split in content.splits.items():
         for shard in split.shards:

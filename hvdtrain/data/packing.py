@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data import sources
-from hvdtrain.data.arrays import chosen_rows, read_arrays
+from hvdtrain.data.arrays import Array, chosen_rows, read_arrays
 from hvdtrain.data.images import check_size, decode, open_image, resized, shown
-from hvdtrain.data.index import Encoding, Index, Resize
+from hvdtrain.data.index import Encoding, Index, Reference, Resize
 from hvdtrain.data.listing import (
     ALONE,
     Images,
@@ -54,7 +54,7 @@ from hvdtrain.data.writer import (
 )
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import output
-from hvdtrain.host.process import end_with_parent
+from hvdtrain.host.process import end_with_parent, usable_cores
 from hvdtrain.host.records import opened
 
 DEFAULT_FILES_SIZE = 224  # the size that image files are decoded to without --size
@@ -81,6 +81,7 @@ class PackOptions:
     split: str | None = None
     seed: int = 0
     skip_broken: bool = False
+    reference: bool = False
 
 
 def pack(
@@ -94,6 +95,7 @@ def pack(
     split: str | None = None,
     seed: int = 0,
     skip_broken: bool = False,
+    reference: bool = False,
     workers: int | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Index:
@@ -117,6 +119,8 @@ def pack(
         seed: chooses the images of the test split.
         skip_broken: leave out image files that cannot be decoded, and count them in the notes of
             the index.
+        reference: of data sets of an HDF5 file, store targets and hashes of the inputs alone, and
+            read the inputs from that file.
         workers: processes that decode; None for one per core.
         report: receives a line per file that was left out, and one with the counts of files that
             are no images by their suffix.
@@ -127,7 +131,12 @@ def pack(
     """
     in_hdf5 = _HDF5.fullmatch(str(source))
     source = Path(in_hdf5["file"] if in_hdf5 else source)
-    options = PackOptions(size, resize, encoding, split, seed, skip_broken)
+    options = PackOptions(size, resize, encoding, split, seed, skip_broken, reference)
+    if reference and (not in_hdf5 or size is not None):
+        raise UsageError(
+            "--reference reads data sets of an HDF5 file as they are: FILE.h5:/inputs,/targets, "
+            "without --size"
+        )
     if size is not None:
         check_size(size, resize)
     if encoding not in ("raw", "jpeg"):
@@ -214,14 +223,36 @@ def _pack_arrays(
     if not is_input:
         height, width = (options.size, options.size) if options.size else (height, width)
         _check_square(height, width, str(shown(source)))
-    shape = height, width, channels
+    shape, reference = (height, width, channels), None
+    if options.reference:
+        reference = _reference(source, {name: array for name, (array, _) in arrays.items()})
     sources = {
         name: in_order(chosen_rows(array, labels, rows[name], options.size, options.resize))
         for name, (array, labels) in arrays.items()
     }
     with progress_bar("packing", sum(map(len, rows.values()))) as progress:
-        layout = Layout(shape, shard_mb=shard_mb, targets=targets, image_dtype=dtype)
+        layout = Layout(
+            shape,
+            shard_mb=shard_mb,
+            targets=targets,
+            image_dtype=dtype,
+            reference=reference,
+            rows=rows,
+        )
         return write_sources(destination, sources, layout, class_names, progress=progress)
+
+
+def _reference(source: Path, arrays: Mapping[str, Array]) -> Reference:
+    """Return the reference to arrays of an HDF5 file by split.
+
+    Raises:
+        UsageError: if they cannot be read as they are.
+    """
+    for array in arrays.values():
+        if not array.is_input and array.shape[3:] != (3,):
+            raise UsageError(f"{array.place}: --reference reads images as RGB alone: leave it out")
+    names = {name: str(array.member) for name, array in arrays.items()}
+    return Reference(str(source.resolve()), names)
 
 
 def _check_square(height: int, width: int, place: str) -> None:
@@ -254,7 +285,7 @@ def _pack_files(
     may_resize = options.size is not None or how is not None
     task = Task(str(listing.folder), size, may_resize, options)
     files = sum(len(images.paths) for images in listing.splits.values())
-    workers = min(workers or len(os.sched_getaffinity(0)), files)
+    workers = min(workers or len(usable_cores()), files)
     with _worker_pool(workers) as pool, progress_bar("packing", files) as progress:
 
         def file_source(name: str) -> Source:

@@ -7,7 +7,8 @@ Example:
 
 A shard is an HDF5 file of `images` [n, height, width, channels], `labels` [n] and `ids` [n].
 Labels are class numbers, or targets [n, ...] of another form. A shard of image files has `images`
-[bytes], the files one after the other, and `ends` [n], where each of them ends.
+[bytes], the files one after the other, and `ends` [n], where each of them ends. One that refers to
+a user's HDF5 file has `rows` [n] of it, and `hashes` [n, HASH_BYTES] of what they hold.
 
 Each data set of a shard is chunked with Fletcher-32, and the file format (HDF5 1.10 and later) has
 checksums over everything else that is read, so that any flipped bit raises an error or has no
@@ -46,8 +47,11 @@ from hvdtrain.data.index import (
 )
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.files import PRIVATE, make_own_folder, write_whole
+from hvdtrain.host.process import usable_cores
 
 DATA_SETS = ("images", "labels", "ids")
+REFERENCE_SETS = ("labels", "ids", "rows", "hashes")
+HASH_BYTES = 16  # of a sample's BLAKE2b
 CHUNK_BYTES = 2**20  # upper bound of a chunk of images, unless one image is larger
 FILES_CHUNK_BYTES = 2**17  # of the bytes of image files, which no chunk of rows is aligned with
 
@@ -91,14 +95,20 @@ def chunk_rows(image_bytes: int) -> int:
     return int(2 ** (fit.bit_length() - 1))
 
 
-def encode_shard(samples: Batch, rows: int) -> memoryview:
+def encode_shard(samples: Batch, rows: int, places: NDArray[np.int64] | None = None) -> memoryview:
     """Return the content of the shard file with `samples` in chunks of `rows`, reproducibly.
 
     The file is made in memory, because HDF5 cannot be closed cleanly on a full disk.
+
+    Args:
+        places: rows of a user's file that hold the images; None to store the images.
     """
     content = io.BytesIO()
     rows = min(rows, len(samples))
     arrays = {name: getattr(samples, name) for name in DATA_SETS}
+    if places is not None:
+        del arrays["images"]
+        arrays |= {"rows": places, "hashes": _hashes(samples.images)}
     chunks = {name: (rows, *array.shape[1:]) for name, array in arrays.items()}
     if samples.images.dtype == object:
         arrays["images"] = np.frombuffer(b"".join(samples.images), np.uint8)
@@ -145,7 +155,7 @@ def open_shard(index: Index, shard: Shard) -> h5py.File:
 
 def _layout_fault(file: h5py.File, index: Index, shard: Shard) -> str | None:
     names = DATA_SETS if index.resize is None else (*DATA_SETS, "ends")
-    for name in names:
+    for name in names if index.reference is None else REFERENCE_SETS:
         if fault := _storage_fault(file, name):
             return f"holds `{name}` {fault}"
         data_set = file[name]
@@ -158,6 +168,8 @@ def _layout_fault(file: h5py.File, index: Index, shard: Shard) -> str | None:
         elif name == "labels":
             expected = (shard.count, *index.target_form.shape)
             kind = np.dtype(index.target_form.dtype).kind
+        elif name == "hashes":
+            expected, kind = (shard.count, HASH_BYTES), "u"
         if data_set.shape != expected or data_set.dtype.kind != kind:
             return f"holds `{name}` {data_set.shape} {data_set.dtype}, the index says {expected}"
     return None
@@ -187,10 +199,16 @@ def read_rows(file: h5py.File, index: Index, shard: Shard, start: int, stop: int
     Errors of h5py propagate: read_chunk and read_shard add the place.
     """
     batch = empty_batch(index, stop - start)
-    for name in DATA_SETS if index.resize is None else DATA_SETS[1:]:
+    holds_images = index.resize is None and index.reference is None
+    for name in DATA_SETS if holds_images else DATA_SETS[1:]:
         file[name].read_direct(getattr(batch, name), np.s_[start:stop])
     if index.resize is not None:
         batch.images[:] = _read_files(file, start, stop)
+    if index.reference is not None:
+        split = next(name for name, one in index.splits.items() if shard in one.shards)
+        place = index.reference.file, index.reference.data_sets[split]
+        rows, hashes = file["rows"][start:stop], file["hashes"][start:stop]
+        _read_referenced(*place, rows, hashes, batch.images)
     is_class = index.targets is None
     if is_class and (batch.labels.min() < 0 or batch.labels.max() >= index.classes):
         path = index.folder / shard.file
@@ -211,6 +229,45 @@ def _read_files(file: h5py.File, start: int, stop: int) -> NDArray[Any]:
     for row, (first, last) in enumerate(pairwise((ends - ends[0]).tolist())):
         files[row] = content[first:last]
     return files
+
+
+def _read_referenced(
+    path: str, name: str, rows: NDArray[np.int64], hashes: NDArray[np.uint8], to: NDArray[Any]
+) -> None:
+    """Read rows, which ascend, of a user's data set, and compare them with their hashes.
+
+    Raises:
+        DataError: naming the first row that differs.
+    """
+    step = chunk_rows(max(1, to[:1].nbytes))
+    with h5py.File(path, "r", locking=False) as file:
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            first = int(rows[part][0])
+            between = file[name][first : int(rows[part][-1]) + 1]  # HDF5 is slow for single rows
+            chosen = between[rows[part] - first]
+            is_rgb = chosen.dtype == np.uint8 and chosen.shape[-1] == 3
+            to[part] = chosen if is_rgb else channels_last(chosen)
+            for row in np.flatnonzero((_hashes(to[part]) != hashes[part]).any(axis=1)):
+                raise DataError(
+                    f"{path}: row {rows[part][row]} of {name} has changed since the data set was "
+                    f"packed; {RESTORE}"
+                )
+
+
+def channels_last(inputs: NDArray[Any]) -> NDArray[Any]:
+    """Return inputs [n, height, width] or [n, channels, height, width] as they are stored."""
+    whole = inputs[:, None] if inputs.ndim == 3 else inputs
+    return np.ascontiguousarray(whole.transpose(0, 2, 3, 1))
+
+
+def _hashes(images: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return a BLAKE2b of each image: uint8 [n, HASH_BYTES]."""
+    digests = (
+        hashlib.blake2b(np.ascontiguousarray(image).data, digest_size=HASH_BYTES).digest()
+        for image in images.astype(images.dtype.newbyteorder("="), copy=False)
+    )
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, HASH_BYTES)
 
 
 def read_chunk(file: h5py.File, index: Index, shard: Shard, rows: int, chunk: int) -> Batch:
@@ -429,7 +486,7 @@ class Samples:
     def _started_threads(self) -> ThreadPoolExecutor:
         """Return the threads that decode; those of another process do not survive a fork."""
         if self._threads is None or self._threads_of != os.getpid():
-            number = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+            number = min(len(usable_cores()), _MOST_THREADS)
             self._threads = ThreadPoolExecutor(number, thread_name_prefix="hvdtrain-decode")
             self._threads_of = os.getpid()
         return self._threads
@@ -570,6 +627,7 @@ def info(folder: Path | str) -> dict[str, Any]:
         "image_shape": list(index.image_shape),
         "image_dtype": index.image_dtype,
         "encoding": "raw" if index.resize is None else "jpeg",
+        **({} if index.reference is None else {"reference": vars(index.reference)}),
         "resize": index.resize,
         "mean": list(index.mean),
         "std": list(index.std),
@@ -603,6 +661,11 @@ def stage(index: Index, directory: str) -> int:
         DataError: if a shard of the source is damaged, or the copy cannot be written.
         UsageError: as in `staged_folder`, or if another user could change the copy.
     """
+    if index.reference is not None:
+        raise UsageError(
+            f"--stage copies shards, and {index.folder} refers to {index.reference.file}: leave "
+            "--stage out, or pack it without --reference"
+        )
     folder = staged_folder(index, directory)
     copy = replace(index, folder=folder)
     copied = 0

@@ -24,9 +24,11 @@ from hvdtrain.data.index import (
     FILES_VERSION,
     FORMAT_VERSION,
     INDEX_FILE,
+    REFERENCE_VERSION,
     SPLITS,
     TARGET_TYPES,
     Index,
+    Reference,
     Resize,
     Shard,
     Split,
@@ -109,6 +111,8 @@ class Layout:
         resize: how image files are resized when they are decoded; None for pixels.
         file_bytes: average size of an image file.
         targets: the form of targets that are not class labels.
+        reference: the file that keeps the images; None to store them.
+        rows: of `reference`, by split, in the order of the samples.
     """
 
     image_shape: tuple[int, int, int]
@@ -117,6 +121,15 @@ class Layout:
     shard_mb: int = 64
     targets: TargetForm | None = None
     image_dtype: str = "uint8"
+    reference: Reference | None = None
+    rows: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+
+    @property
+    def format_version(self) -> int:
+        """Return the version of the format that has such data sets."""
+        if self.reference is not None:
+            return REFERENCE_VERSION
+        return FORMAT_VERSION if self.resize is None else FILES_VERSION
 
     @property
     def image_bytes(self) -> int:
@@ -205,7 +218,7 @@ def write_sources(
         ]
         index = Index(
             folder=destination,
-            format_version=FORMAT_VERSION if layout.resize is None else FILES_VERSION,
+            format_version=layout.format_version,
             splits=splits,
             class_names=tuple(class_names or ()),
             image_shape=layout.image_shape,
@@ -215,6 +228,7 @@ def write_sources(
             resize=layout.resize,
             targets=layout.targets,
             image_dtype=layout.image_dtype,
+            reference=layout.reference,
         )
         _publish(destination, index)
     return index
@@ -262,7 +276,8 @@ class _Writer:
         first_id = sum(one.shard.count for shards in self.finished.values() for one in shards)
         ids = np.arange(first_id, first_id + len(block), dtype=np.int64)
         samples = Batch(block.images, labels, ids)
-        content = encode_shard(samples, self.layout.chunk_rows)
+        rows = self.layout.rows[name][block.places] if self.layout.reference else None
+        content = encode_shard(samples, self.layout.chunk_rows, rows)
         file = f"{name}-{len(done):05d}.h5"
         _write(self.destination, file, content)
         start, stop = done[-1].next if done else 0, int(block.places[-1]) + 1

@@ -1,6 +1,7 @@
 """Inputs that are no square colour images: arrays of any channels, sides and type."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hvdtrain import data
 from hvdtrain.data.index import UNIT
 from hvdtrain.data.order import holdout
+from hvdtrain.data.shards import stage
 from hvdtrain.engine.feed import normalisation
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.world import World
@@ -93,6 +95,59 @@ def test_data_sets_of_an_hdf5_file(tmp_path: Path) -> None:
             data.pack(f"{path}:{names}", tmp_path / "no", split="0.8,0.2")
     with pytest.raises(DataError, match=r"name its data sets, as .*simulation\.h5:/inputs"):
         data.pack(path, tmp_path / "no", split="0.8,0.2")
+
+
+@pytest.mark.proves("`data pack --reference` copies no inputs, and notices one that changed.")
+@pytest.mark.parametrize("dtype", [">f4", "uint8"])
+def test_a_reference_reads_what_a_copy_holds(tmp_path: Path, dtype: str) -> None:
+    n = 3000  # several chunks
+    inputs, targets = arrays(dtype, n)
+    path, copy, referring = (tmp_path / name for name in ("user.h5", "copy", "referring"))
+    with h5py.File(path, "w") as file:
+        file["deep/inputs"], file["targets"] = inputs, targets
+    source = f"{path}:/deep/inputs,/targets"
+    packed = data.pack(source, copy, split="0.8,0.2", shard_mb=1)
+    index = data.pack(source, referring, split="0.8,0.2", shard_mb=1, reference=True)
+    assert (index.mean, index.std) == (packed.mean, packed.std)
+    held = sum(one.bytes for one in index.splits["train"].shards)
+    assert held < sum(one.bytes for one in packed.splits["train"].shards) - inputs.nbytes // 2
+    for name in ("train", "test"):
+        expected = stored(packed, name)
+        assert np.array_equal(stored(data.read_index(referring), name).images, expected.images)
+        with data.open_split(index, name, memory_bytes=0) as samples:  # chunk by chunk
+            rows = np.random.default_rng(0).permutation(len(samples))
+            batch = samples.gather(rows)
+        for made, whole in zip(vars(batch).values(), vars(expected).values(), strict=True):
+            assert np.array_equal(made, whole[rows])
+    assert data.verify(referring) == []
+    with h5py.File(path, "a") as file:
+        file["deep/inputs"][17, 1, 2, 3] += 1
+    (fault,) = data.verify(referring)
+    assert "row 17 of /deep/inputs has changed" in fault
+    moved = tmp_path / "moved.h5"
+    path.rename(moved)
+    with pytest.raises(DataError, match=r"user\.h5: is gone|user\.h5: .* refers to it"):
+        data.read_index(referring)
+
+
+def test_a_reference_is_of_an_hdf5_file_as_it_is(tmp_path: Path) -> None:
+    images = np.zeros((20, 8, 8, 1), np.uint8)
+    path = tmp_path / "user.h5"
+    with h5py.File(path, "w") as file:
+        file["grey"], file["colour"] = images, images.repeat(3, 3)
+        file["labels"] = np.arange(20) % 2
+    make = partial(data.pack, destination=tmp_path / "set", split="0.5,0.5", reference=True)
+    with pytest.raises(UsageError, match="as RGB alone"):
+        make(f"{path}:/grey,/labels")
+    with pytest.raises(UsageError, match="without --size"):
+        make(f"{path}:/colour,/labels", size=4)
+    np.savez(tmp_path / "set.npz", images=images, labels=np.arange(20) % 2)
+    with pytest.raises(UsageError, match="data sets of an HDF5 file"):
+        make(tmp_path / "set.npz")
+    index = make(f"{path}:/colour,/labels")
+    assert stored(index, "test").images.shape == (10, 8, 8, 3)
+    with pytest.raises(UsageError, match="leave --stage out"):
+        stage(index, str(tmp_path / "near"))
 
 
 def test_an_iterator_of_inputs(tmp_path: Path) -> None:
