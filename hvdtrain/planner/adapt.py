@@ -57,6 +57,13 @@ class Drift:
     is_uniform: bool = False
     is_of_a_component: bool = False
 
+    @property
+    def survey_steps(self) -> int:
+        """Return the steps of a survey after it, as few as a drift of such steps must last."""
+        seconds = max(self.step_seconds, 1e-9)
+        lasting = max(FEW, min(WINDOW, math.ceil(LONG_SECONDS / seconds)))
+        return max(lasting, math.ceil(LEAST_SECONDS / seconds))
+
 
 @dataclass
 class Watch:

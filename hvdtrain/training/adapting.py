@@ -1,6 +1,5 @@
 """`--plan adaptive`: rank 0 watches, replans during training, and lets all ranks migrate."""
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from hvdtrain.plan.plan import Plan, is_same_layout
 from hvdtrain.plan.validate import prove
 from hvdtrain.planner.adapt import (
     ALIKE,
-    LEAST_SECONDS,
     SETTLING,
     WINDOW,
     Decision,
@@ -166,8 +164,7 @@ class Adapter:
         """
         survey = None
         if self.drift is not None and self.survey is None:
-            steps = math.ceil(LEAST_SECONDS / max(self.drift.step_seconds, 1e-9))
-            steps = min(PROFILE_STEPS, max(WINDOW, steps))
+            steps = min(PROFILE_STEPS, self.drift.survey_steps)
             survey = Survey(self.followed + steps, self.drift.is_waiting)
         is_pending, survey = self.session.world.broadcast((self.pending is not None, survey))
         if survey is not None:

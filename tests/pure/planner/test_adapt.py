@@ -50,6 +50,11 @@ def test_fewer_steps_are_enough_if_they_are_long() -> None:
     assert drift.own_seconds == pytest.approx((1.0, 2.0))
 
 
+@pytest.mark.parametrize(("seconds", "steps"), [(10.0, FEW), (0.7, 6), (0.2, WINDOW), (0.01, 15)])
+def test_a_survey_is_as_long_as_a_drift_must_last(seconds: float, steps: int) -> None:
+    assert Drift("", (seconds,), seconds).survey_steps == steps
+
+
 def test_a_rank_that_becomes_fast_is_seen_too() -> None:
     watch = Watch()
     follow(watch, (1.0, 2.0), SETTLING + WINDOW)
