@@ -89,11 +89,14 @@ def write(
 
 def _alone(runs: Sequence[Result], folder: Path) -> list[str]:
     """Return a section on runs that are compared with no others, with curves of some of them."""
-    rows = []
+    rows, names = [], {name: None for run in runs for name in run.settings}
+    differing = [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]
     for run in runs:
         last = run.epochs[-1] if run.epochs else None
         losses = (last.train_loss, last.loss, last.accuracy) if last else (None, None, None)
         shown = ["-" if value is None else f"{value:.4f}" for value in losses]
+        values = {name: run.settings.get(name) for name in differing}
+        settings = (f"{name} {one}" for name, one in values.items() if one is not None)
         rows.append(
             {
                 "run": literal(run.name),
@@ -105,6 +108,7 @@ def _alone(runs: Sequence[Result], folder: Path) -> list[str]:
                 "communication": f"{run.exposed / run.train_seconds:.1%}",
                 "peak memory (MiB)": f"{run.peak_memory_bytes / 2**20:,.0f}",
                 **dict(zip(("training loss", "test loss", "accuracy"), shown, strict=True)),
+                **({"settings that differ": literal(", ".join(settings))} if differing else {}),
             }
         )
     parts = ["## Runs", RUNS, markdown_table(rows)]

@@ -62,6 +62,13 @@ def test_a_run_in_use(hvdtrain: Program, small_set: Path, tmp_path: Path) -> Non
     assert ours["test_accuracy"] == pytest.approx(final["test_accuracy"], abs=1e-6)
     assert ours["test_loss"] == pytest.approx(final["test_loss"], rel=1e-4)
 
+    # A report compares the frameworks.
+    done = hvdtrain("report", run, there, "--to", tmp_path / "report")
+    assert done.returncode == 0, done.stderr
+    report = (tmp_path / "report" / "report.md").read_text()
+    assert "framework tensorflow, epochs 2 |" in report
+    assert "framework torch, max_steps 1, " in report
+
     done = hvdtrain("export", run, tmp_path / "model.onnx")
     assert done.returncode == 2
     assert "a TensorFlow run is exported as .keras" in done.stderr
