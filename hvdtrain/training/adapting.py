@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.backends.pytorch.build import batch_sizes
 from hvdtrain.engine.progress import Agreed
-from hvdtrain.engine.session import Migration, Session, StepTimes
+from hvdtrain.engine.session import Device, Migration, Session, StepTimes
 from hvdtrain.errors import HvdtrainError, UsageError, one_line
 from hvdtrain.health.stragglers import own_seconds
 from hvdtrain.parallel.exchange import Exchange
@@ -145,12 +145,13 @@ class Adapter:
         if not self.expected_transfer:
             self.expected_transfer = play(question, plan, "current").spent_on(TRANSFER)
         pairs = zip(rank_ratios, step_times, self.expected_transfer, strict=True)
+        device = self.session.device
         return {
             "ranks": [
                 {
                     "times_predicted": ratios,
-                    "transfer_seconds": times.transfer,
-                    "transfer_seconds_predicted": transfer,
+                    "transfer_seconds": device.seconds(times.transfer),
+                    "transfer_seconds_predicted": device.seconds(transfer),
                 }
                 for ratios, times, transfer in pairs
             ]
@@ -252,7 +253,7 @@ class Adapter:
             return []
         if not replan.keeps_base:
             self.watch.restart()
-        return [decision_record(replan)]
+        return [decision_record(replan, self.session.device)]
 
     def _replan(self, make_replan: Callable[[], Replan]) -> None:
         """Put the outcome into `replans`; runs in a thread of rank 0, unless it is forced."""
@@ -319,7 +320,7 @@ class Adapter:
         if replan is None:
             return None
         stays = Decision(False, f"the other plan cannot train this run: {refusal}")
-        return decision_record(replace(replan, decision=stays))
+        return decision_record(replace(replan, decision=stays), self.session.device)
 
     def change(self) -> dict[str, Any] | None:
         """Migrate to the plan that rank 0 has chosen. Collective.
@@ -350,23 +351,26 @@ class Adapter:
         self._read_times()  # discards those of the old plan
         if replan is None:
             return None
-        return decision_record(replan) | {"change_seconds": seconds}
+        return decision_record(replan, self.session.device) | {"change_seconds": seconds}
 
 
-def decision_record(replan: Replan) -> dict[str, Any]:
-    """Return a decision as metrics.jsonl has it."""
-    changes, other = replan.decision.change, replan.solution.chosen.seconds
+def decision_record(replan: Replan, device: Device) -> dict[str, Any]:
+    """Return a decision as metrics.jsonl has it, its seconds on the clock of the device."""
+    changes = replan.decision.change
+    current = device.seconds(replan.current_seconds)
+    other = device.seconds(replan.solution.chosen.seconds)
     return {
         "decision": "change" if changes else "stay",
         "cause": replan.cause,
         "reason": replan.decision.reason,
         # The line names the plan that is kept or migrated to; the other seconds are those of the
         # plan before it or of the rejected one.
-        "predicted_seconds": other if changes else replan.current_seconds,
-        "before_seconds" if changes else "other_seconds": (
-            replan.current_seconds if changes else other
-        ),
-        "candidates": [candidate.to_json() for candidate in replan.solution.candidates],
+        "predicted_seconds": other if changes else current,
+        "before_seconds" if changes else "other_seconds": current if changes else other,
+        "candidates": [
+            candidate.to_json() | {"seconds": device.seconds(candidate.seconds)}
+            for candidate in replan.solution.candidates
+        ],
     }
 
 

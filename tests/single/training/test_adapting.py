@@ -9,6 +9,7 @@ from hvdtrain.backends.pytorch import setup
 from hvdtrain.backends.pytorch.session import TorchMigration, TorchSession
 from hvdtrain.check.plan import CHECKS
 from hvdtrain.config import TrainConfig
+from hvdtrain.engine.session import Device
 from hvdtrain.models.costs import component_costs
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.planner.adapt import Decision, Drift
@@ -96,7 +97,12 @@ def test_a_uniform_drift_changes_the_profile_and_not_the_plan(
     adapter = Adapter(session, session.migration, question, 0.0, steps_left=10**6)
     replanned = adapter._decide(drift, question)
     assert replanned.decision.change != is_uniform
-    record = decision_record(replanned)
+    record = decision_record(replanned, Device(dilation=4.0))
+    assert {line["seconds"] for line in record["candidates"]} == {
+        candidate.seconds / 4 for candidate in replanned.solution.candidates
+    }
+    kept_or_before = record["predicted_seconds" if is_uniform else "before_seconds"]
+    assert kept_or_before == replanned.current_seconds / 4
     assert record["decision"] == ("stay" if is_uniform else "change")
     assert ("drift alike" in record["reason"]) == is_uniform
     slowdown = replanned.current_seconds / before.seconds
