@@ -1,5 +1,7 @@
 """Inputs that are no square colour images: arrays of any channels, sides and type."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from hvdtrain.data.shards import stage
 from hvdtrain.engine.feed import normalisation
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.world import World
+from tests.conftest import ROOT
 
 ALONE = World("none", 0, 1, 0, 1, 1)
 N, C, H, W = 40, 2, 6, 10
@@ -189,3 +192,15 @@ def test_a_size_is_for_images(tmp_path: Path) -> None:
     np.savez(tmp_path / "fields.npz", inputs=inputs, targets=targets)
     with pytest.raises(UsageError, match="holds no images: leave --size out"):
         data.pack(tmp_path / "fields.npz", tmp_path / "packed", split="0.8,0.2", size=8)
+
+
+def test_the_example_keeps_the_first_images_of_each_class(small_set: Path, tmp_path: Path) -> None:
+    file = tmp_path / "few.npz"
+    program = (sys.executable, ROOT / "examples" / "few_images.py", small_set, file)
+    subprocess.run((*program, "--images", "7"), check=True)
+    few, whole = data.pack(file, tmp_path / "few"), data.read_index(small_set)
+    assert stored(few, "test").labels.tolist() == stored(whole, "test").labels.tolist()
+    every, kept = stored(whole, "train"), stored(few, "train")
+    for one in range(5):
+        first = every.images[every.labels == one][:7]
+        assert np.array_equal(kept.images[kept.labels == one], first)
