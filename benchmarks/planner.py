@@ -28,6 +28,7 @@ from typing import Any
 import common
 import numpy as np
 import torch
+from matplotlib import pyplot
 from scipy import stats
 
 from hvdtrain import launch, models, world
@@ -87,8 +88,25 @@ def main() -> None:
         errors += _print(model, result)
         pairs[model] = _medians(result["plans"])
     if options.picture:
-        plots.draw_predictions(pairs, Path(options.picture))
+        _draw(pairs, Path(options.picture))
     print(f"all models: mean absolute error {statistics.mean(errors):.1%} of {len(errors)} plans")
+
+
+def _draw(pairs: dict[str, list[tuple[float, float]]], to: Path) -> None:
+    """Draw predicted against measured seconds per step, by model; on the line they are equal."""
+    with pyplot.rc_context(plots.STYLE):
+        figure, axes = pyplot.subplots(figsize=(plots.WIDTH, plots.HEIGHT))
+        everything = [value for points in pairs.values() for pair in points for value in pair]
+        ends = [0.8 * min(everything), 1.25 * max(everything)]
+        axes.plot(ends, ends, "--", color="grey", linewidth=0.8)
+        for place, (name, points) in enumerate(pairs.items()):
+            predicted, measured = zip(*points, strict=True)
+            colour, marker = plots.COLOURS[place], plots.MARKERS[place]
+            axes.plot(measured, predicted, marker, color=colour, label=name)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axes.set(xlabel="measured seconds per step", ylabel="predicted seconds per step")
+        axes.legend()
+        plots.save(figure, to)
 
 
 def _print(model: str, result: dict[str, Any]) -> list[float]:

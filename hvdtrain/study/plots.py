@@ -353,30 +353,3 @@ def _cell(axes: Any, column: int, row: int, label: str, part: float) -> None:
 
 def _colour(label: str) -> str:
     return COLOURS[list(MEANINGS).index(label)]
-
-
-def draw_predictions(pairs: Mapping[str, Sequence[tuple[float, float]]], to: Path) -> None:
-    """Draw predicted against measured seconds per step, by model.
-
-    On the dashed line prediction and measurement are equal.
-
-    Args:
-        pairs: (predicted, measured) seconds by model.
-
-    Raises:
-        DataError: if the file cannot be written.
-    """
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT))
-        everything = [value for points in pairs.values() for pair in points for value in pair]
-        ends = [0.8 * min(everything), 1.25 * max(everything)]
-        axes.plot(ends, ends, "--", color="grey", linewidth=0.8)
-        for place, (name, points) in enumerate(pairs.items()):
-            predicted, measured = zip(*points, strict=True)
-            style: Any = {"color": COLOURS[place % len(COLOURS)], "label": name}
-            axes.plot(measured, predicted, MARKERS[place % len(MARKERS)], **style)
-        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-        axes.set_xlabel("measured seconds per step")
-        axes.set_ylabel("predicted seconds per step")
-        axes.legend()
-        save(figure, to)

@@ -7,7 +7,7 @@ from matplotlib import image
 
 from hvdtrain.errors import DataError
 from hvdtrain.plan.plan import Plan, Stage
-from hvdtrain.study.plots import COLOURS, draw_predictions, draw_strategies
+from hvdtrain.study.plots import COLOURS, draw_strategies
 from tests.conftest import Program
 
 PLAN = Plan(
@@ -34,12 +34,6 @@ def test_each_label_has_its_colour(tmp_path: Path) -> None:
     assert set(COLOURS[1:4]) <= colours(tmp_path / "plan.png")
     with pytest.raises(DataError, match="cannot be written"):
         draw_strategies(PLAN, tmp_path / "absent" / "plan.png")
-
-
-def test_predictions_are_drawn(tmp_path: Path) -> None:
-    pairs = {"cnn": [(0.1, 0.11), (0.2, 0.19)], "vit": [(1.0, 1.1)]}
-    draw_predictions(pairs, tmp_path / "predictions.png")
-    assert (tmp_path / "predictions.png").stat().st_size > 5000
 
 
 @pytest.mark.proves(
