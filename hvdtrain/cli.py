@@ -200,7 +200,9 @@ def _pack() -> Parser:
         "--skip-broken", action="store_true", help="leave broken files out, and count them"
     )
     pack.add_argument(
-        "--reference", action="store_true", help="of FILE.h5:/inputs,/targets: copy no inputs"
+        "--reference",
+        action="store_true",
+        help="read the inputs of FILE.h5:/inputs,/targets where they are, and copy none",
     )
     return pack
 

@@ -209,6 +209,8 @@ def data_info(arguments: Sequence[str], destination: str, json: bool) -> int:
         print(f"{name}: {split['count']:,} samples, {size}, {split['chunk_rows']:,} per chunk")
     if content["class_names"]:
         print(f"classes: {', '.join(content['class_names'])}")
+    for name, data_set in content.get("reference", {}).get("data_sets", {}).items():
+        print(f"{name} inputs: {content['reference']['file']}:{data_set}")
     for name in ("mean", "std"):
         print(f"{name}: {', '.join(f'{value:.4f}' for value in content[name])}")
     print(f"encoding: {content['encoding']}\nhash: {content['hash']}")

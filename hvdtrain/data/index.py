@@ -112,7 +112,7 @@ class Reference:
     """A user's HDF5 file, which holds the inputs of a data set in place of its shards.
 
     Attributes:
-        file: its whole path.
+        file: its absolute path.
         data_sets: the name of its data set, by split.
     """
 
@@ -263,11 +263,21 @@ def read_index(folder: Path | str) -> Index:
         for shard in split.shards:
             if fault := size_fault(index.folder, shard):
                 raise DataError(f"{fault}; {RESTORE}")
-    if index.reference is not None and not Path(index.reference.file).is_file():
-        raise DataError(
-            f"{index.reference.file}: {folder} refers to it, and it is gone; {RESTORE}"
-        )
+    if fault := reference_fault(index):
+        raise DataError(fault)
     return index
+
+
+def reference_fault(index: Index) -> str | None:
+    """Return why the file that the shards refer to cannot be opened; None if there is no fault."""
+    if index.reference is None:
+        return None
+    try:
+        Path(index.reference.file).open("rb").close()
+    except OSError as error:
+        reason = f"{index.folder} refers to it, and it cannot be opened ({error.strerror})"
+        return f"{index.reference.file}: {reason}; {RESTORE}"
+    return None
 
 
 def size_fault(folder: Path, shard: Shard) -> str | None:

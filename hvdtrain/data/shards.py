@@ -43,6 +43,7 @@ from hvdtrain.data.index import (
     Split,
     parse_index,
     read_index,
+    reference_fault,
     size_fault,
 )
 from hvdtrain.errors import DataError, UsageError
@@ -95,20 +96,22 @@ def chunk_rows(image_bytes: int) -> int:
     return int(2 ** (fit.bit_length() - 1))
 
 
-def encode_shard(samples: Batch, rows: int, places: NDArray[np.int64] | None = None) -> memoryview:
+def encode_shard(
+    samples: Batch, rows: int, source_rows: NDArray[np.int64] | None = None
+) -> memoryview:
     """Return the content of the shard file with `samples` in chunks of `rows`, reproducibly.
 
     The file is made in memory, because HDF5 cannot be closed cleanly on a full disk.
 
     Args:
-        places: rows of a user's file that hold the images; None to store the images.
+        source_rows: of a user's file that holds the images; None to store the images.
     """
     content = io.BytesIO()
     rows = min(rows, len(samples))
     arrays = {name: getattr(samples, name) for name in DATA_SETS}
-    if places is not None:
+    if source_rows is not None:
         del arrays["images"]
-        arrays |= {"rows": places, "hashes": _hashes(samples.images)}
+        arrays |= {"rows": source_rows, "hashes": _hashes(samples.images)}
     chunks = {name: (rows, *array.shape[1:]) for name, array in arrays.items()}
     if samples.images.dtype == object:
         arrays["images"] = np.frombuffer(b"".join(samples.images), np.uint8)
@@ -237,22 +240,32 @@ def _read_referenced(
     """Read rows, which ascend, of a user's data set, and compare them with their hashes.
 
     Raises:
-        DataError: naming the first row that differs.
+        DataError: if they cannot be read, or naming the first row that differs.
     """
-    step = chunk_rows(max(1, to[:1].nbytes))
-    with h5py.File(path, "r", locking=False) as file:
-        for start in range(0, len(rows), step):
-            part = slice(start, start + step)
-            first = int(rows[part][0])
-            between = file[name][first : int(rows[part][-1]) + 1]  # HDF5 is slow for single rows
-            chosen = between[rows[part] - first]
-            is_rgb = chosen.dtype == np.uint8 and chosen.shape[-1] == 3
-            to[part] = chosen if is_rgb else channels_last(chosen)
-            for row in np.flatnonzero((_hashes(to[part]) != hashes[part]).any(axis=1)):
-                raise DataError(
-                    f"{path}: row {rows[part][row]} of {name} has changed since the data set was "
-                    f"packed; {RESTORE}"
-                )
+    changed: list[int] = []
+    # HDF5 is slow for single rows: those within one CHUNK_BYTES are read with the ones between.
+    starts = np.flatnonzero(np.diff(rows // chunk_rows(max(1, to[:1].nbytes)))) + 1
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            if len(file[name]) <= rows[-1]:
+                raise ValueError(f"it has {len(file[name]):,} rows, and row {rows[-1]} is needed")
+            for start, stop in pairwise([0, *starts.tolist(), len(rows)]):
+                wanted = rows[start:stop]
+                chosen = file[name][wanted[0] : wanted[-1] + 1][wanted - wanted[0]]
+                is_rgb = chosen.dtype == np.uint8 and chosen.shape[-1] == 3
+                part = to[start:stop]
+                part[:] = chosen if is_rgb else channels_last(chosen)
+                differs = (_hashes(part) != hashes[start:stop]).any(axis=1)
+                changed += wanted[differs].tolist()
+    except _READ_ERRORS as error:
+        reason = _one_line(error)
+        raise DataError(f"{path}: {name} cannot be read ({reason}); {RESTORE}") from error
+    if changed:
+        more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
+        raise DataError(
+            f"{path}: row {changed[0]} of {name}{more} changed after the data set was packed; "
+            f"{RESTORE}"
+        )
 
 
 def channels_last(inputs: NDArray[Any]) -> NDArray[Any]:
@@ -581,6 +594,8 @@ def verify(folder: Path | str) -> list[str]:
     is read. Raises DataError for a missing or broken index.
     """
     index = parse_index(folder)
+    if fault := reference_fault(index):
+        return [fault]
     faults: list[str] = []
     ids = []
     for split in index.splits.values():

@@ -109,8 +109,8 @@ SHARDS = ("splits", "train", "shards")
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[]", "the file cannot be a list"),
-        ("{}", "format version None, this hvdtrain reads 1 and 2"),
-        (changed("format_version", to=3), "format version 3, this hvdtrain reads 1 and 2"),
+        ("{}", "format version None, this hvdtrain reads 1 to 3"),
+        (changed("format_version", to=4), "format version 4, this hvdtrain reads 1 to 3"),
         (changed("colour", to=1), "the file has unknown keys"),
         (
             changed("splits", to={"train": GOOD["splits"]["train"]}),

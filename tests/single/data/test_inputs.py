@@ -1,5 +1,6 @@
 """Inputs that are no square colour images: arrays of any channels, sides and type."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -126,11 +127,47 @@ def test_a_reference_reads_what_a_copy_holds(tmp_path: Path, dtype: str) -> None
     with h5py.File(path, "a") as file:
         file["deep/inputs"][17, 1, 2, 3] += 1
     (fault,) = data.verify(referring)
-    assert "row 17 of /deep/inputs has changed" in fault
-    moved = tmp_path / "moved.h5"
-    path.rename(moved)
-    with pytest.raises(DataError, match=r"user\.h5: is gone|user\.h5: .* refers to it"):
+    assert "row 17 of /deep/inputs changed" in fault
+    with h5py.File(path, "a") as file:
+        file["deep/inputs"][:] = 0
+    assert all(
+        re.search(r"row \d+ of .* and [\d,]+ more", fault) for fault in data.verify(referring)
+    )
+    with h5py.File(path, "a") as file:
+        del file["deep/inputs"]
+        file["deep/inputs"] = inputs[: n // 2]
+    faults = data.verify(referring)
+    assert f"user.h5: /deep/inputs cannot be read (it has {n // 2:,} rows, and row" in faults[-1]
+    with h5py.File(path, "a") as file:
+        del file["deep"]
+    assert "user.h5: /deep/inputs cannot be read" in data.verify(referring)[0]
+    path.rename(tmp_path / "moved.h5")
+    (fault,) = data.verify(referring)
+    with pytest.raises(DataError, match=re.escape(fault)):
         data.read_index(referring)
+    assert "refers to it, and it cannot be opened (No such file or directory)" in fault
+
+
+def test_few_rows_of_a_reference_are_read_without_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, targets = arrays("float32", 4000)
+    path, read = tmp_path / "user.h5", [0]
+    with h5py.File(path, "w") as file:
+        file["inputs"], file["targets"] = inputs, targets
+    source = f"{path}:/inputs,/targets"
+    index = data.pack(source, tmp_path / "set", split="0.998,0.002", reference=True)
+    monkeypatch.setattr("hvdtrain.data.shards.CHUNK_BYTES", 8 * inputs[0].nbytes)
+    whole = h5py.Dataset.__getitem__
+
+    def counted(data_set: h5py.Dataset, place: Any, **options: Any) -> Any:
+        chosen = whole(data_set, place, **options)
+        read[0] += len(chosen) if data_set.name == "/inputs" else 0
+        return chosen
+
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", counted)
+    assert len(stored(index, "test").images) == 8
+    assert 8 <= read[0] <= 8 * 8
 
 
 def test_a_reference_is_of_an_hdf5_file_as_it_is(tmp_path: Path) -> None:
