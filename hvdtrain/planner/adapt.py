@@ -59,7 +59,7 @@ class Drift:
 
     @property
     def survey_steps(self) -> int:
-        """Return the steps of a survey after it, as few as a drift of such steps must last."""
+        """The steps that the survey after this drift measures: as many as a drift must last."""
         seconds = max(self.step_seconds, 1e-9)
         lasting = max(FEW, min(WINDOW, math.ceil(LONG_SECONDS / seconds)))
         return max(lasting, math.ceil(LEAST_SECONDS / seconds))

@@ -276,8 +276,9 @@ class Adapter:
         current = kept.seconds
         solution = solve(self._keeping_batch_norm(updated, plan))
         chosen = solution.chosen
+        on_clock, migration = self.session.device.seconds, self._seconds_to(chosen.plan, updated)
         decision = decide(
-            current, chosen.seconds, self.steps_left, self._seconds_to(chosen.plan, updated)
+            on_clock(current), on_clock(chosen.seconds), self.steps_left, on_clock(migration)
         )
         if decision.change:
             prove(chosen.plan, updated.batch_size, updated.known.is_synchronised)
@@ -351,7 +352,8 @@ class Adapter:
         self._read_times()  # discards those of the old plan
         if replan is None:
             return None
-        return decision_record(replan, self.session.device) | {"change_seconds": seconds}
+        device = self.session.device
+        return decision_record(replan, device) | {"change_seconds": device.seconds(seconds)}
 
 
 def decision_record(replan: Replan, device: Device) -> dict[str, Any]:

@@ -94,15 +94,17 @@ def test_a_uniform_drift_changes_the_profile_and_not_the_plan(
     before = play(question, session.plan, "")
     slower = tuple(1.5 * seconds for seconds in before.spent_on(WORK))
     drift = Drift("all ranks", slower, 1.5 * before.seconds, is_uniform=is_uniform)
+    session.device = Device(dilation=4.0)
     adapter = Adapter(session, session.migration, question, 0.0, steps_left=10**6)
     replanned = adapter._decide(drift, question)
     assert replanned.decision.change != is_uniform
-    record = decision_record(replanned, Device(dilation=4.0))
+    record = decision_record(replanned, session.device)
     assert {line["seconds"] for line in record["candidates"]} == {
         candidate.seconds / 4 for candidate in replanned.solution.candidates
     }
     kept_or_before = record["predicted_seconds" if is_uniform else "before_seconds"]
     assert kept_or_before == replanned.current_seconds / 4
+    assert is_uniform or f"instead of {1e3 * kept_or_before:.1f} saves" in record["reason"]
     assert record["decision"] == ("stay" if is_uniform else "change")
     assert ("drift alike" in record["reason"]) == is_uniform
     slowdown = replanned.current_seconds / before.seconds
