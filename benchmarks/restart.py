@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -47,33 +48,28 @@ def restart(model: str, data: str, ranks: int) -> dict[str, float]:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "hvdtrain", "train", "--model", model, "--data", data]
         command += ["--run", str(run), "--max-steps", str(STEPS), "--checkpoint-every", SAVE_EVERY]
-        command += [
-            "--threads",
-            "1",
-            "--ranks",
-            str(ranks),
-            "--restarts",
-            "1",
-            "--eval-every",
-            "0",
-        ]
+        command += f"--threads 1 --ranks {ranks} --restarts 1 --eval-every 0".split()
         job = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
-        while not list((run / "checkpoints").glob("step-*")):
-            if job.poll() is not None:
-                sys.exit(f"failed: {' '.join(command)}")
-            time.sleep(0.01)
-        rank_of(job.pid, ranks - 1).kill()
-        killed = time.monotonic()
-        assert job.stderr is not None
-        lines, phases = [], {}
-        for line in job.stderr:
-            lines.append(line)
-            if "restarting on" in line:
-                phases["end of the job"] = time.monotonic() - killed
-        if job.wait() or not phases:
-            sys.exit("".join(lines))
+        try:
+            while not list((run / "checkpoints").glob("step-*")):
+                if job.poll() is not None:
+                    sys.exit(f"failed: {' '.join(command)}")
+                time.sleep(0.01)
+            rank_of(job.pid, ranks - 1).kill()
+            killed = time.monotonic()
+            assert job.stderr is not None
+            lines, phases = [], {}
+            for line in job.stderr:
+                lines.append(line)
+                if "restarting on" in line:
+                    phases["end of the job"] = time.monotonic() - killed
+            if job.wait() or not phases:
+                sys.exit("".join(lines))
+        finally:
+            job.terminate()
+            job.wait()
         startup: dict[str, float] = json.loads((run / "summary.json").read_text())["startup"]
         return phases | startup
 
@@ -81,10 +77,11 @@ def restart(model: str, data: str, ranks: int) -> dict[str, float]:
 def rank_of(launcher: int, rank: int) -> psutil.Process:
     """Return the process of a rank that a launcher has started."""
     for process in psutil.Process(launcher).children(recursive=True):
-        arguments = process.cmdline()
-        is_python = bool(arguments) and Path(arguments[0]).name.startswith("python")
-        if is_python and process.environ().get("OMPI_COMM_WORLD_RANK") == str(rank):
-            return process
+        with suppress(psutil.Error):  # it has ended
+            arguments = process.cmdline()
+            is_python = bool(arguments) and Path(arguments[0]).name.startswith("python")
+            if is_python and process.environ().get("OMPI_COMM_WORLD_RANK") == str(rank):
+                return process
     raise RuntimeError(f"rank {rank} is not found")
 
 

@@ -7,6 +7,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ def main() -> None:
     parser.add_argument("to", type=Path, help="the .npz file")
     parser.add_argument("--images", type=int, default=100, help="of each class (default: 100)")
     options = parser.parse_args()
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for split in ("train", "test"):
         with data.open_split(data.read_index(options.data), split) as samples:
             batch = samples.gather(np.arange(len(samples)))

@@ -206,7 +206,7 @@ def _join_to_end(launch: Launch) -> None:
 
 
 def _is_first_to_fail(job: str) -> bool:
-    """Return True on one rank of the node only.
+    """Return True on one rank of the node only, or on all if the system has no mark for it.
 
     hvdtrain's own launcher and mpirun have a folder for the job, in which a file can be created
     once. Elsewhere a name in the abstract socket namespace has one owner. The name lives as long

@@ -111,11 +111,11 @@ def divide(
     for first in range(ranks):
         runs = [times_of(first, n + 1) for n in range(min(ranks - first, most or ranks))]
         tables.append(Times(*(np.stack(one, axis=1) for one in zip(*runs, strict=True))))
-    ways = _Ways(components, tables, limit)
-    if (smallest := ways.smallest_sum(UNFIT)) is None:
+    searched = _Divisions(components, tables, limit)
+    if (smallest := searched.smallest_sum(UNFIT)) is None:
         return None
     best, total, high = smallest
-    low = ways.smallest_maximum()
+    low = searched.smallest_maximum()
     intervals = [(total + low, low, high, total)]  # (bound, low, high, smallest sum below high)
     while intervals:
         bound, low, high, total = heapq.heappop(intervals)
@@ -125,7 +125,7 @@ def divide(
             continue
         middle = low + (high - low) / 2
         heapq.heappush(intervals, (total + middle, middle, high, total))
-        if smallest := ways.smallest_sum(middle):
+        if smallest := searched.smallest_sum(middle):
             division, total, maximum = smallest
             best = min(best, division, key=lambda one: one.seconds)
             if maximum > low:
@@ -133,7 +133,7 @@ def divide(
     return best if best.seconds <= better_than else None
 
 
-class _Ways:
+class _Divisions:
     """All ways to divide components over ranks, searched by dynamic programming.
 
     States are (slot, rank, component). Their value is the best result of dividing the components
