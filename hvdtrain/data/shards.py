@@ -617,7 +617,7 @@ def verify(folder: Path | str) -> list[str]:
             faults += damaged
     if not faults and len(np.unique(np.concatenate(ids))) != sum(map(len, ids)):
         faults.append(f"{folder}: two samples have the same id; pack the data set again")
-    return faults
+    return list(dict.fromkeys(faults))  # all shards may have the same, of a user's file
 
 
 def info(folder: Path | str) -> dict[str, Any]:
