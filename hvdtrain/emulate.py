@@ -546,7 +546,8 @@ class Emulation(Machine):
             )
         if is_chosen:
             remarks.append(
-                f"the planner measures and prints real seconds, {dilation:g} per emulated one"
+                "the planner measures and lists plans in real seconds, "
+                f"{dilation:g} per emulated one"
             )
         return remarks
 

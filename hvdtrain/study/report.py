@@ -108,9 +108,10 @@ def _alone(runs: Sequence[Result], folder: Path) -> list[str]:
                 "communication": f"{run.exposed / run.train_seconds:.1%}",
                 "peak memory (MiB)": f"{run.peak_memory_bytes / 2**20:,.0f}",
                 **dict(zip(("training loss", "test loss", "accuracy"), shown, strict=True)),
-                **({"settings that differ": literal(", ".join(settings))} if differing else {}),
             }
         )
+        if differing:
+            rows[-1]["settings that differ"] = literal(", ".join(settings)) or "-"
     parts = ["## Runs", RUNS, markdown_table(rows)]
     first = {run.name: [run] for run in runs[: len(plots.COLOURS)]}
     more = f", of the first {len(first)} runs" if len(first) < len(runs) else ""

@@ -76,7 +76,9 @@ def python(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.proves("One rank trains, resumes and reports without the calls of Linux.")
+@pytest.mark.proves(
+    "One rank trains, resumes and reports without the calls of Linux that hvdtrain uses."
+)
 def test_one_rank_trains_without_the_calls_of_linux(tmp_path: Path) -> None:
     done = python(WITHOUT_LINUX + TRAIN, tmp_path)
     assert done.returncode == 0, done.stderr
