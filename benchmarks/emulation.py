@@ -97,7 +97,7 @@ def _gpus(model: str, ranks: int, steps: int, folder: Path) -> None:
     named: dict[str, Plan] = {"DP": replicated(question.known.profile.names, ranks, None, None)}
     staged = pipelines(question)
     if staged:
-        named["MP" if len(staged[0].stages) == ranks else "deepest pipeline"] = staged[0]
+        named["MP" if len(staged[0].stages) == ranks else "deepest"] = staged[0]
     if staged[1:]:
         named["hybrid"] = min(staged[1:], key=lambda plan: play(question, plan, "").seconds)
     for name, plan in named.items():
