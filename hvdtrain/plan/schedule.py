@@ -37,7 +37,6 @@ from hvdtrain.plan.cut import (
     last_backward,
     offsets,
     partner,
-    peers,
     receipt_for,
     send_after,
     tag,
@@ -94,8 +93,10 @@ def add_exchange(schedule: Schedule, plan: Plan, cut: Cut) -> Schedule:
             added[rank].append(action)
         send = send_after(action, plan.last)
         for exchange in (partner(send), send) if send else ():
+            known = cut.receivers if is_upstream(exchange) else cut.senders
+            crossed = boundary(exchange.stage, exchange.kind)
             for rank in plan.stages[exchange.stage].ranks:
-                if peers(cut, rank, exchange):
+                if (crossed, exchange.microbatch, rank) in known:
                     added[rank].append(exchange)
     return added
 
@@ -155,7 +156,9 @@ def completions(schedule: Schedule, plan: Plan) -> dict[Action, int]:
                 continue
             action = schedule[rank][position[rank]]
             ranks = members[action.stage]
-            if not all(_head(schedule, position, other) == action for other in ranks):
+            if ranks != (rank,) and not all(
+                _head(schedule, position, other) == action for other in ranks
+            ):
                 continue
             ready = [[ends[a] for a in needs if a in ends] for needs in inputs(action, plan.last)]
             if not all(ready):
@@ -404,49 +407,54 @@ class _Progress:
 
     Attributes:
         kinds: the kinds of actions of each stage.
-        ends: end times of the micro-batches, by kind (F, I, W) and stage.
-        busy: the time from which a rank is free, by rank.
+        groups: by stage, all stages of its group.
+        overlapping: by stage, all stages that have a rank of it, including itself.
+        caps: by stage, the most micro-batches in flight.
+        ends: end times of the micro-batches, by kind and stage; those of B are those of I.
+        free: the time from which all ranks of a stage are free, by stage.
     """
 
-    plan: Plan
     pipeline: Pipeline
     policy: Policy
     kinds: list[list[str]]
+    groups: list[list[int]]
+    overlapping: list[list[int]]
+    caps: list[int]
     ends: dict[str, list[list[int]]]
-    busy: dict[int, int]
+    free: list[int]
 
     def next(self, kind: str, stage: int) -> int:
         """Return the next micro-batch of a kind of action on a stage."""
-        return len(self.ends["I" if kind == "B" else kind][stage])
+        return len(self.ends[kind][stage])
 
     def has_ended(self, kind: str, stage: int, microbatch: int, now: int) -> bool:
         """Return whether an action has ended; that of I also as a part of B."""
         ends = self.ends[kind][stage]
         return microbatch < len(ends) and ends[microbatch] <= now
 
-    def is_free(self, stage: int, now: int) -> bool:
-        """Return whether all ranks of a stage are free."""
-        return all(self.busy[rank] <= now for rank in self.plan.stages[stage].ranks)
-
     def start(self, action: Action, now: int) -> None:
         """Start an action: all ranks of the stage are busy until it ends."""
         end = now + UNITS[action.kind]
         for kind in "IW" if action.kind == "B" else action.kind:
             self.ends[kind][action.stage].append(end)
-        for rank in self.plan.stages[action.stage].ranks:
-            self.busy[rank] = end
+        for stage in self.overlapping[action.stage]:
+            self.free[stage] = max(self.free[stage], end)
 
 
 def _list_schedule(plan: Plan, pipeline: Pipeline, policy: Policy) -> list[Action]:
     """Return all actions by start time, an order that every rank can follow."""
     stages = range(pipeline.stages)
+    held = [set(stage.ranks) for stage in plan.stages]
+    ends: dict[str, list[list[int]]] = {kind: [[] for _ in stages] for kind in "FIW"}
     progress = _Progress(
-        plan,
         pipeline,
         policy,
         kinds=[_kinds(plan, policy, stage) for stage in stages],
-        ends={kind: [[] for _ in stages] for kind in "FIW"},
-        busy=dict.fromkeys(plan.ranks, 0),
+        groups=[pipeline.sharing(stage) for stage in stages],
+        overlapping=[[other for other in stages if held[other] & held[stage]] for stage in stages],
+        caps=[policy.cap(pipeline, stage) for stage in stages],
+        ends={**ends, "B": ends["I"]},
+        free=[0] * pipeline.stages,
     )
     kinds_of_stages = sum(map(len, progress.kinds))
     order: list[Action] = []
@@ -454,11 +462,11 @@ def _list_schedule(plan: Plan, pipeline: Pipeline, policy: Policy) -> list[Actio
     while len(order) < pipeline.microbatches * kinds_of_stages:
         startable = _startable(progress, now)
         for action in sorted(startable, key=lambda action: _preference(progress, action)):
-            if progress.is_free(action.stage, now):
+            if progress.free[action.stage] <= now:
                 progress.start(action, now)
                 order.append(action)
         # Some rank is always busy: a cap never blocks the actions that would free it.
-        now = min(end for end in progress.busy.values() if end > now)
+        now = min(end for end in progress.free if end > now)
     return order
 
 
@@ -481,7 +489,7 @@ def _preference(progress: _Progress, action: Action) -> Preference:
 def _startable(progress: _Progress, now: int) -> Iterator[Action]:
     """Yield the actions that can start now."""
     for stage, kinds in enumerate(progress.kinds):
-        if not progress.is_free(stage, now):
+        if progress.free[stage] > now:
             continue
         for kind in kinds:
             k = progress.next(kind, stage)
@@ -497,32 +505,25 @@ def _is_ready(progress: _Progress, stage: int, kind: str, k: int, now: int) -> b
         return stage == 0 or progress.has_ended("F", stage - 1, k, now)
     if kind == "W":
         return progress.has_ended("I", stage, k, now)
-    if progress.policy.forwards_first and not _did_all_forwards(progress, stage):
+    if progress.policy.forwards_first and not all(
+        progress.next("F", other) == progress.pipeline.microbatches
+        for other in progress.overlapping[stage]
+    ):
         return False
     return progress.has_ended("F", stage, k, now) and (
-        stage == progress.plan.last or progress.has_ended("I", stage + 1, k, now)
-    )
-
-
-def _did_all_forwards(progress: _Progress, stage: int) -> bool:
-    """Return whether every rank of a stage has done the forwards of all the stages it holds."""
-    ranks = set(progress.plan.stages[stage].ranks)
-    return all(
-        progress.next("F", other) == progress.pipeline.microbatches
-        for other, held in enumerate(progress.plan.stages)
-        if ranks & set(held.ranks)
+        stage == progress.pipeline.stages - 1 or progress.has_ended("I", stage + 1, k, now)
     )
 
 
 def _has_room(progress: _Progress, stage: int) -> bool:
     """Return whether the caps allow one more forward."""
-    policy, pipeline = progress.policy, progress.pipeline
+    policy = progress.policy
     in_flight = sum(
         progress.next("F", other) - progress.next("I", other)
-        for other in (pipeline.sharing(stage) if policy.is_grouped else [stage])
+        for other in (progress.groups[stage] if policy.is_grouped else [stage])
     )
     unfinished = progress.next("F", stage) - progress.next("W", stage)
-    return in_flight < policy.cap(pipeline, stage) and unfinished < policy.unfinished(pipeline)
+    return in_flight < progress.caps[stage] and unfinished < policy.unfinished(progress.pipeline)
 
 
 def _is_next(progress: _Progress, action: Action) -> bool:
@@ -531,7 +532,7 @@ def _is_next(progress: _Progress, action: Action) -> bool:
         return True
     others = (
         Action(stage, action.kind, progress.next(action.kind, stage))
-        for stage in progress.pipeline.sharing(action.stage)
+        for stage in progress.groups[action.stage]
     )
     return all(
         other.microbatch == progress.pipeline.microbatches

@@ -7,10 +7,10 @@ thread of Horovod does; sums by MPI share the network. Other transfers do not co
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from hvdtrain.plan.cut import (
@@ -150,7 +150,23 @@ class Condition(NamedTuple):
 
 
 EVERYONE = -1  # the rank of a condition that is met once all replicas have reached a REDUCE
-Need = tuple[int, Action, float]  # a rank, an action that it has ended, and seconds after that
+
+
+class Need(NamedTuple):
+    """An action of the same micro-batch that `rank` must have ended `delay` seconds before."""
+
+    rank: int
+    stage: int
+    kind: str
+    delay: float = 0.0
+
+
+class _Work(NamedTuple):
+    """The needs and seconds of alike actions: of one rank, stage and kind, and cut alike."""
+
+    needs: tuple[Need, ...]
+    communicates: float
+    computes: float
 
 
 class Deadlock(ScheduleError):
@@ -174,9 +190,10 @@ class _Run:
     """The state of a simulation.
 
     Attributes:
-        held: the actions of each rank as a set, where any has a backward in halves.
+        works: by rank, then by stage, kind and first micro-batch that is cut alike.
         ended: the end of each action, by rank; of EVERYONE, when all have reached a REDUCE.
         ready: when ranks are ready to start the actions that they start together, by rank.
+        clock: when each rank has ended its last action.
         waiting: the ranks that wait for a condition.
         runnable: the ranks that may continue.
         reached: when replicas have reached a REDUCE.
@@ -184,35 +201,26 @@ class _Run:
         earlier: the stage that a rank sums before another, by (rank, stage).
     """
 
+    schedule: Schedule
     plan: Plan
     cut: Cut
     costs: Costs
     rendezvous: bool
     synchronised: Set[int]
-    held: dict[int, set[Action]]
-    ended: dict[int, dict[Action, float]]
+    works: dict[int, dict[tuple[int, str, int | None], _Work]]
+    ended: dict[int, dict[tuple[int, str, int | None], float]]
     ready: dict[int, dict[Action, float]]
-    waiting: dict[Condition, list[int]] = field(default_factory=dict)
-    events: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    clock: dict[int, float]
+    events: dict[int, list[Event]]
+    waiting: dict[tuple[int, Action, bool], list[int]] = field(default_factory=dict)
     runnable: deque[int] = field(default_factory=deque)
     reached: dict[Action, list[float]] = field(default_factory=lambda: defaultdict(list))
     summed: dict[int, float] = field(default_factory=dict)
     earlier: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def release(self, condition: Condition) -> None:
+    def release(self, condition: tuple[int, Action, bool]) -> None:
         """Let the ranks continue that wait for a condition."""
         self.runnable.extend(self.waiting.pop(condition, ()))
-
-    def end(self, rank: int, action: Action, time: float) -> None:
-        """Note that an action has ended."""
-        self.ended[rank][action] = time
-        if self.waiting:
-            self.release(Condition(rank, action))
-        if action.kind == "REDUCE":
-            self.reached[action].append(time)
-            if len(self.reached[action]) == len(self.plan.stages[action.stage].ranks):
-                self.ended[EVERYONE][action] = max(self.reached[action])
-                self.release(Condition(EVERYONE, action))
 
     def missing(self, condition: Condition) -> Condition:
         """Return a condition of one rank that is not met, for any that is not met."""
@@ -238,6 +246,7 @@ def simulate(
     """Simulate a schedule.
 
     Args:
+        costs: the same for micro-batches that are cut alike.
         rendezvous: whether a SEND blocks until all its receivers have posted their RECV.
         synchronised: stages whose replicas start each forward and backward together, as with
             synchronised batch norm.
@@ -245,10 +254,19 @@ def simulate(
     Raises:
         Deadlock: if ranks wait for each other, or for an action that is never run.
     """
-    held = {rank: set(actions) for rank, actions in schedule.items()}
-    ended: dict[int, dict[Action, float]] = {rank: {} for rank in (EVERYONE, *plan.ranks)}
-    ready: dict[int, dict[Action, float]] = {rank: {} for rank in plan.ranks}
-    run = _Run(plan, cut, costs, rendezvous, synchronised, held, ended, ready)
+    run = _Run(
+        schedule,
+        plan,
+        cut,
+        costs,
+        rendezvous,
+        synchronised,
+        works={rank: {} for rank in schedule},
+        ended={rank: {} for rank in (EVERYONE, *plan.ranks)},
+        ready={rank: {} for rank in plan.ranks},
+        clock=dict.fromkeys(schedule, 0.0),
+        events={rank: [] for rank in schedule},
+    )
     run.runnable.extend(sorted(schedule))
     replicated = plan.replicated_stages
     for rank, actions in schedule.items():
@@ -256,19 +274,14 @@ def simulate(
             ends = [action.stage for action in actions if action.kind == "REDUCE"]
             summed = [stage for stage in ends if stage in replicated]
             run.earlier.update(((rank, stage), before) for before, stage in pairwise(summed))
-    clock = dict.fromkeys(schedule, 0.0)
-    position = dict.fromkeys(schedule, 0)
+    left = {rank: iter(actions) for rank, actions in schedule.items()}
     stuck: dict[int, tuple[Action, Condition]] = {}
     while run.runnable:
-        stuck.pop(rank := run.runnable.popleft(), None)
-        for action in islice(schedule[rank], position[rank], None):
-            start = _start(run, rank, action, clock[rank])
-            if isinstance(start, Condition):
-                stuck[rank] = action, start
-                run.waiting.setdefault(start, []).append(rank)
-                break
-            clock[rank] = _perform(run, rank, action, clock[rank], start)
-            position[rank] += 1
+        rank = run.runnable.popleft()
+        again = [stuck.pop(rank)[0]] if rank in stuck else []
+        if stop := _advance(run, rank, chain(again, left[rank])):
+            stuck[rank] = stop
+            run.waiting.setdefault(stop[1], []).append(rank)
     if stuck:
         raise Deadlock(
             {
@@ -279,22 +292,66 @@ def simulate(
     return Simulation(tuple(event for rank in sorted(schedule) for event in run.events[rank]))
 
 
-def _start(run: _Run, rank: int, action: Action, now: float) -> float | Condition:
-    """Return the time at which an action can start, or the first condition that is not met yet."""
-    if action.kind == "STEP":
-        summed = _summed(run, action.stage)
-        return summed if isinstance(summed, Condition) else max(now, summed)
-    for other, needed, delay in _needs(run, rank, action):
-        end = run.ended[other].get(needed)
-        if end is None:
-            return Condition(other, needed)
-        if end + delay > now:
-            now = end + delay
-    if action.stage not in run.synchronised or action.kind not in ("F", "B"):
-        return now
+def _advance(run: _Run, rank: int, actions: Iterable[Action]) -> tuple[Action, Condition] | None:
+    """Run actions of a rank; return the first one that must wait, and for what.
+
+    Plans of many stages and micro-batches have thousands of actions, and a planner simulates many
+    plans, so that the common case is in one loop.
+    """
+    like, works, ended, events = run.cut.like, run.works[rank], run.ended, run.events[rank]
+    waiting, now, ends = run.waiting, run.clock[rank], run.ended[rank]
+    for action in actions:
+        stage, kind, k = action
+        key = stage, kind, k if k is None else like[k]
+        if (work := works.get(key)) is None:
+            work = works[key] = _work(run, rank, action)
+        start = now
+        condition: float | Condition | None = None
+        for other, place, needed, delay in work.needs:
+            end = ended[other].get((place, needed, k))
+            if end is None:
+                condition = Condition(other, Action(place, needed, k))
+                break
+            if end + delay > start:
+                start = end + delay
+        else:
+            if kind == "STEP":
+                condition = _summed(run, stage)
+            elif stage in run.synchronised and kind in ("F", "B"):
+                condition = _met(run, rank, action, start)
+        if isinstance(condition, Condition):
+            run.clock[rank] = now
+            return action, condition
+        if condition is not None and condition > start:
+            start = condition
+        if start > now:
+            events.append(Event(rank, action, now, start, "wait"))
+        now = start + work.communicates
+        is_communication = kind in COMMUNICATION
+        if is_communication or now > start:
+            events.append(Event(rank, action, start, now, "communication"))
+        if not is_communication:
+            start, now = now, now + work.computes
+            events.append(Event(rank, action, start, now, "compute"))
+        ends[action] = now
+        if kind == "I":
+            ends[stage, "B", k] = now  # for what only needs the gradients of the input
+        if waiting:
+            run.release((rank, action, False))
+        if kind == "REDUCE":
+            run.reached[action].append(now)
+            if len(run.reached[action]) == len(run.plan.stages[stage].ranks):
+                ended[EVERYONE][action] = max(run.reached[action])
+                run.release((EVERYONE, action, False))
+    run.clock[rank] = now
+    return None
+
+
+def _met(run: _Run, rank: int, action: Action, now: float) -> float | Condition:
+    """Return when all replicas are ready to start an action, or one that is not ready yet."""
     if action not in run.ready[rank]:
         run.ready[rank][action] = now
-        run.release(Condition(rank, action, is_start=True))
+        run.release((rank, action, True))
     for other in run.plan.stages[action.stage].ranks:
         ready = run.ready[other].get(action)
         if ready is None:
@@ -321,45 +378,28 @@ def _summed(run: _Run, stage: int) -> float | Condition:
     return run.summed[stage]
 
 
-def _perform(run: _Run, rank: int, action: Action, before: float, start: float) -> float:
-    """Record the events of an action; return the time at which the rank is free again."""
-    events, is_communication = run.events[rank], action.kind in COMMUNICATION
-    communicated = start + run.costs.communicate(rank, action)
-    end = communicated if is_communication else communicated + run.costs.compute(rank, action)
-    if start > before:
-        events.append(Event(rank, action, before, start, "wait"))
-    if is_communication or communicated > start:
-        events.append(Event(rank, action, start, communicated, "communication"))
-    if not is_communication:
-        events.append(Event(rank, action, communicated, end, "compute"))
-    run.end(rank, action, end)
-    return end
-
-
-def _needs(run: _Run, rank: int, action: Action) -> list[Need]:
-    """Return what an action waits for."""
-    stage, kind, _ = action
-    if kind in COMPUTE:
-        last = run.plan.last
+def _work(run: _Run, rank: int, action: Action) -> _Work:
+    """Return what an action waits for, and its seconds."""
+    costs, last, needs = run.costs, run.plan.last, []
+    if action.kind in COMPUTE:
         needed = [one[0] for one in inputs(action, last)]
-        needs: list[Need] = [(rank, other, 0.0) for other in needed if other.stage == stage]
-        receipt = receipt_for(action, last)
-        return needs + _arrivals(run, rank, receipt) if receipt else needs
-    if run.rendezvous and kind in SENDS:
-        return [(peer, partner(action), 0.0) for peer in peers(run.cut, rank, action)]
-    return []
+        needs = [Need(rank, other.stage, other.kind) for other in needed if other[0] == action[0]]
+        if receipt := receipt_for(action, last):
+            needs += _arrivals(run, rank, receipt)
+    elif run.rendezvous and action.kind in SENDS:
+        needs = [Need(peer, *partner(action)[:2]) for peer in peers(run.cut, rank, action)]
+    is_communication = action.kind in COMMUNICATION
+    computes = 0.0 if is_communication else costs.compute(rank, action)
+    return _Work(tuple(needs), costs.communicate(rank, action), computes)
 
 
-def _arrivals(run: _Run, rank: int, receipt: Action) -> list[Need]:
-    """Return what a user of the received or local data waits for."""
+def _arrivals(run: _Run, rank: int, receipt: Action) -> Iterator[Need]:
+    """Yield what a user of the received or local data waits for."""
     stage, kind, k = receipt
-    needs: list[Need] = []
     send = partner(receipt)
     if senders := peers(run.cut, rank, receipt):
-        needs.append((rank, receipt, 0.0))
-        needs += [(peer, send, run.costs.hand_over(peer, rank, send)) for peer in senders]
+        yield Need(rank, stage, kind)
+        for peer in senders:
+            yield Need(peer, send.stage, send.kind, run.costs.hand_over(peer, rank, send))
     if (boundary(stage, kind), k, rank) in run.cut.kept:
-        other, sent = send.stage, send.kind[-1]
-        halves = sent == "B" and Action(other, "I", k) in run.held[rank]
-        needs.append((rank, Action(other, "I" if halves else sent, k), 0.0))
-    return needs
+        yield Need(rank, send.stage, send.kind[-1])

@@ -191,22 +191,7 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
     def reduce(stage: int) -> Reduction:
         return reduction_of(plan, cut, stage, known)
 
-    return Costs(_once(cut, compute), hand_over, cache(reduce), _once(cut, communicate))
-
-
-def _once(cut: Cut, seconds: Callable[[int, Action], float]) -> Callable[[int, Action], float]:
-    """Return the function with a cache: micro-batches that are cut alike take the same seconds."""
-    cached: dict[tuple[int, int, str, int | None], float] = {}
-    first = cut.like
-
-    def like(rank: int, action: Action) -> float:
-        stage, kind, k = action
-        key = rank, stage, kind, k if k is None else first[k]
-        if key not in cached:
-            cached[key] = seconds(rank, action)
-        return cached[key]
-
-    return like
+    return Costs(compute, hand_over, reduce, communicate)
 
 
 def receive_seconds(plan: Plan, cut: Cut, known: Known, rank: int, receipt: Action) -> float:

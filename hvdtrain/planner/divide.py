@@ -28,6 +28,7 @@ from hvdtrain.plan.schedule import most_in_flight
 from hvdtrain.planner.agreement import NONE
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.memory import BUFFERS, activation_bytes, lasting_bytes
+from hvdtrain.planner.profile import RankTimes
 
 UNFIT = math.inf
 ALIKE = 1.2  # measurements of equal ranks differ by up to this factor on a shared machine
@@ -204,6 +205,10 @@ class _Divisions:
 class Tables:
     """Times of runs; runs of equal ranks share them.
 
+    Attributes:
+        unlike: the times of ranks, each once.
+        kinds: by rank, the place of its times in `unlike`.
+
     Args:
         places: places between components where runs may start and end, 0 before the first one; all
             by default. Runs are then numbered by these places.
@@ -219,6 +224,9 @@ class Tables:
         # A stage cannot end with a component whose output has no gradient, such as integers.
         ends = np.array([True, *(cost.is_differentiable for cost in costs[:-1]), True])
         self.valid = (self.places[:, None] < self.places[None, :]) & ends[self.places]
+        self.unlike = list({id(one): one for one in self.known.profile.ranks}.values())
+        kind_of = {id(one): kind for kind, one in enumerate(self.unlike)}
+        self.kinds = [kind_of[id(one)] for one in self.known.profile.ranks]
         self.cached: dict[tuple[object, ...], Any] = {}
 
     def times_of(self, microbatches: int, first: int, count: int) -> Times:
@@ -246,10 +254,10 @@ class Tables:
         shares = shares_of(question, ranks, samples)
         rows = [-(-samples * share // sum(shares)) for share in shares]  # the most in a cut
         # Of ranks that are alike, the one with the most samples counts.
-        unlike = {
-            id(profile[rank]): (rank, n) for n, rank in sorted(zip(rows, ranks, strict=True))
-        }
-        working = _slowest([self._done(rank, samples)[n] for rank, n in unlike.values()])
+        most_of: dict[int, int] = {}
+        for kind, n in zip(self.kinds[ranks[0] : ranks[-1] + 1], rows, strict=True):
+            most_of[kind] = max(n, most_of.get(kind, 0))
+        working = _slowest(self._done(samples)[list(most_of), list(most_of.values())])
         if gather_seconds := known.gather_seconds(ranks):  # in the forward and the backward
             working = working + 2 * gather_seconds * self._spans([c.batch_norms for c in costs])
         working = np.where(self.valid, working, UNFIT)
@@ -286,14 +294,19 @@ class Tables:
         pace = (microbatches - 1) * working + rest if microbatches > 1 else rest
         return Times(passing, pace, lasting, in_flight)
 
-    def _done(self, rank: int, samples: int) -> np.ndarray:
-        """Return the seconds of one micro-batch up to each place: fp64 [samples + 1, places]."""
-        times, rows = self.known.profile.ranks[rank], np.arange(samples + 1)
-        forward, backward = times.arrays.forward, times.arrays.backward
-        forwards = 1.0 + self.known.is_recomputed
+    def _done(self, samples: int) -> np.ndarray:
+        """Return the seconds of one micro-batch up to each place, by kind of rank.
+
+        fp64 [kinds, samples + 1, places].
+        """
+
+        def of(times: RankTimes) -> np.ndarray:
+            forward = times.arrays.forward.of(rows) * (1.0 + self.known.is_recomputed)
+            return self._sums(forward + times.arrays.backward.of(rows))
+
+        rows = np.arange(samples + 1)
         done: np.ndarray = self._once(
-            lambda: self._sums(forward.of(rows) * forwards + backward.of(rows)),
-            *("done", id(times), samples),
+            lambda: np.array([of(times) for times in self.unlike]), "done", samples
         )
         return done
 
@@ -301,7 +314,7 @@ class Tables:
         """Return y: the seconds per step besides the micro-batches."""
         known, agreement, count = self.known, self.known.agreement, len(ranks)
         unlike = {id(one): one for one in (known.profile.ranks[rank] for rank in ranks)}.values()
-        rest = _slowest([self._sums(times.arrays.update) for times in unlike])
+        rest = _slowest(np.array([self._sums(times.arrays.update) for times in unlike]))
         if count > 1:
             reduced = self._once(
                 lambda: self._between(
@@ -348,13 +361,12 @@ class Tables:
         return np.asarray(sums[..., self.places])
 
 
-def _slowest(sums: Sequence[np.ndarray]) -> np.ndarray:
+def _slowest(done: np.ndarray) -> np.ndarray:
     """Return the seconds of each run of components on the slowest rank: fp64 [start, stop].
 
     Args:
-        sums: by rank, the seconds up to each place: fp64 [places].
+        done: the seconds of each rank up to each place: fp64 [ranks, places].
     """
-    done = np.array(sums)
     return np.asarray((done[:, None, :] - done[:, :, None]).max(axis=0))
 
 
