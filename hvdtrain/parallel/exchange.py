@@ -368,7 +368,14 @@ def _is_all(rows: tuple[int, int], tensor: Tensor | None) -> bool:
 
 
 def to_channels_last(module: nn.Module) -> None:
-    """Give tensors of four dimensions channels_last format; Module.to fails for those of five."""
+    """Give tensors of four dimensions channels_last format; Module.to fails for those of five.
+
+    A GroupNorm gets an input without a gradient, such as images or what frozen layers emit, in
+    contiguous format: in channels_last format PyTorch's backward would crash (see `halves`).
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.GroupNorm):
+            layer.register_forward_pre_hook(_contiguous_if_constant)
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.dim() == 4:
             tensor.data = tensor.data.to(memory_format=torch.channels_last)
@@ -383,6 +390,10 @@ def keeping_format(activations: Tensor) -> Tensor:
     if activations.requires_grad and activations.dim() == 4 and _is_channels_last(activations):
         activations.register_hook(_as_channels_last)
     return activations
+
+
+def _contiguous_if_constant(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+    return None if inputs[0].requires_grad else (inputs[0].contiguous(),)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

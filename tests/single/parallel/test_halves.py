@@ -111,6 +111,13 @@ class Recurrent(nn.Module):
         return torch.as_tensor(self.lstm(input)[0] + self.lstm(input.flip(0))[0])
 
 
+class ChannelsLast(nn.Module):
+    """Changes the order of its input in memory."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.contiguous(memory_format=torch.channels_last)
+
+
 def gradients(model: nn.Module, rows: int, in_halves: bool) -> tuple[list[Tensor | None], int]:
     """Run some micro-batches; return the gradients of inputs and parameters.
 
@@ -172,6 +179,15 @@ def test_unusual_models(kind: Callable[[Model, Tensor], Tensor], rows: int) -> N
 def test_layers_of_all_kinds(make: Callable[[], nn.Module], rows: int) -> None:
     torch.manual_seed(0)
     check(make(), rows, is_split=True)
+
+
+def test_a_group_norm_in_channels_last_format() -> None:
+    """PyTorch 2.13 crashes where only gradients of its weights are wanted."""
+    torch.manual_seed(0)
+    before = nn.Sequential(nn.Linear(WIDTH, 36), nn.Unflatten(1, (4, 3, 3)), ChannelsLast())
+    middle = nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 4, 3, padding=1))
+    after = nn.Sequential(nn.GroupNorm(4, 4), nn.Flatten(), nn.Linear(36, WIDTH))
+    check(nn.Sequential(before, middle, after), 3, is_split=True)
 
 
 def test_weights_wait_for_the_second_half() -> None:

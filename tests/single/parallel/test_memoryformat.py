@@ -18,3 +18,14 @@ def test_weights_of_any_dimensions_keep_their_values() -> None:
     strides = nn.Conv2d(2, 3, 1).to(memory_format=torch.channels_last).weight.stride()  # type: ignore[call-overload]
     to_channels_last(same)
     assert same.weight.stride() == strides
+
+
+def test_a_group_norm_trains_on_an_input_without_a_gradient() -> None:
+    """PyTorch 2.13 crashes in channels_last format, as behind frozen layers."""
+    norm = torch.nn.GroupNorm(2, 4)
+    inputs = torch.randn(3, 4, 5, 5).to(memory_format=torch.channels_last)
+    norm(inputs.contiguous()).square().sum().backward()
+    expected, norm.weight.grad = norm.weight.grad, None
+    to_channels_last(norm)
+    norm(inputs).square().sum().backward()
+    torch.testing.assert_close(norm.weight.grad, expected)
