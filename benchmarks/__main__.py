@@ -56,6 +56,7 @@ COMMANDS = {
     "checkpoint": ["checkpoint.py --part training --data {data}"],
     "checkpoint-rates": ["checkpoint.py"],
     "startup": ["startup.py --data {data}"],
+    "waiting": ["waiting.py --data {data}"],
     "restart": ["restart.py --data {data}"],
     "scale": ["scale.py"],
 }
@@ -141,8 +142,10 @@ def _table(name: str, folder: Path) -> dict[str, Any]:
     if comparisons:
         spread = "range of the rounds and 95 % intervals, in parentheses; "
         spread += "; ".join(sorted({noise(comparison) for comparison in comparisons}))
-    columns = ["", "first", "other", "times as fast"]
+    columns = ["", "first", "other", "times as fast", "goal"]
     table = [row for comparison in comparisons for row in rows(comparison)]
+    if not any(row[-1] for row in table):
+        columns, table = columns[:-1], [row[:-1] for row in table]
     if shown:
         columns, table = shown[0]["columns"], [record["row"] for record in shown]
     return origin | {"spread": spread, "columns": columns, "rows": table}

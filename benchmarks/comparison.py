@@ -9,7 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -38,6 +38,7 @@ class Comparison:
         values: by side, one per round that counts. The ratios are those of the first side.
         disturbed: by side, one per round beside which other programs used the cores.
         other_cores: cores that other programs used, by round that counts.
+        goals: how many times as fast as a peer the first side should be, by peer.
     """
 
     title: str
@@ -45,6 +46,7 @@ class Comparison:
     values: dict[str, list[float]]
     disturbed: dict[str, list[float]]
     other_cores: list[float]
+    goals: dict[str, float] = field(default_factory=dict)
 
     def faster(self, peer: str) -> Estimate | None:
         """Return how many times faster the first side is, or None if that is not known well."""
@@ -59,7 +61,12 @@ class Comparison:
 
 
 def compare(
-    title: str, unit: str, sides: Mapping[str, Side], rounds: int, warm_up: bool = False
+    title: str,
+    unit: str,
+    sides: Mapping[str, Side],
+    rounds: int,
+    warm_up: bool = False,
+    goals: Mapping[str, float] | None = None,
 ) -> Comparison:
     """Measure sides in turns, print their figures, and add them to the record if there is one.
 
@@ -69,8 +76,9 @@ def compare(
         rounds: that count.
         warm_up: call every side once before, for sides of a second or less whose first call reads
             files, starts threads or takes memory from the kernel.
+        goals: as of `Comparison`.
     """
-    comparison = Comparison(title, unit, {name: [] for name in sides}, {}, [])
+    comparison = Comparison(title, unit, {name: [] for name in sides}, {}, [], dict(goals or {}))
     for side in sides.values() if warm_up else ():
         side(MOST_ROUNDS * rounds)
     dice = random.Random(title)
@@ -131,6 +139,7 @@ def text(comparison: Comparison) -> str:
     first = next(iter(comparison.values))
     for side in comparison.values:
         times = "" if side == first else f"; {first} is faster by {ratio(comparison, side)}"
+        times += f"; goal {goal}" if (goal := verdict(comparison, side)) else ""
         lines.append(f"{side:>32}: {figure(comparison, side)}{times}")
     if not rounds:
         lines.append("every round was disturbed: run it on a machine that does nothing else")
@@ -147,13 +156,30 @@ def noise(comparison: Comparison) -> str:
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
-    """Return a row of a table per peer: what was compared, both figures, and the ratio."""
+    """Return a row of a table per peer: what was compared, both figures, the ratio, the goal."""
     first, *peers = comparison.values
     ours, title = figure(comparison, first), f"{comparison.title}: {first} against"
     return [
-        [f"{title} {peer}", ours, figure(comparison, peer), ratio(comparison, peer)]
+        [
+            f"{title} {peer}",
+            ours,
+            figure(comparison, peer),
+            ratio(comparison, peer),
+            verdict(comparison, peer),
+        ]
         for peer in peers
     ]
+
+
+def verdict(comparison: Comparison, peer: str) -> str:
+    """Return the goal of a ratio, and whether its whole interval reaches it; empty without one."""
+    goal, estimate = comparison.goals.get(peer), comparison.faster(peer)
+    if goal is None:
+        return ""
+    if estimate is None or estimate.low is None or estimate.high is None:
+        return f"{goal:.2f}: not known"
+    reached = "met" if estimate.low >= goal else "missed" if estimate.high < goal else "not shown"
+    return f"{goal:.2f}: {reached}"
 
 
 def ratio(comparison: Comparison, peer: str) -> str:

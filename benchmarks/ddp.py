@@ -52,6 +52,7 @@ def main() -> None:
                 PEERS[options.peer]: lambda _: _theirs(options, data),
             },
             options.rounds,
+            goals={PEERS["ddp"]: 1.2 if options.model == "cnn" else 1.1},
         )
 
 

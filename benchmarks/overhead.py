@@ -44,6 +44,7 @@ def main() -> None:
                 "plain loop": lambda _: _theirs(options, data),
             },
             options.rounds,
+            goals={"plain loop": 1.1},
         )
 
 

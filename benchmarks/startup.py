@@ -50,12 +50,17 @@ def _row(phase: str, measured: dict[int, list[dict[str, float]]]) -> list[str]:
     return row
 
 
-def start(model: str, data: str, ranks: int) -> dict[str, float]:
-    """Train for one step; return the seconds of each phase before it."""
+def start(model: str, data: str, ranks: int, *more: str) -> dict[str, float]:
+    """Train for one step; return the seconds of each phase before it.
+
+    Args:
+        more: options of `train`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "hvdtrain", "train", "--model", model, "--data", data]
         command += ["--run", str(run), "--max-steps", "1", "--threads", "1", "--ranks", str(ranks)]
+        command += more
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         phases: dict[str, float] = json.loads((run / "summary.json").read_text())["startup"]
     return phases

@@ -48,6 +48,14 @@ def test_a_rate_is_better_if_it_is_higher_and_a_time_if_it_is_lower() -> None:
     assert time.faster("theirs").low < time.faster("theirs").value < time.faster("theirs").high
 
 
+@pytest.mark.parametrize(("goal", "word"), [(1.5, "met"), (2.0, "not shown"), (2.5, "missed")])
+def test_a_goal_is_met_if_the_whole_interval_reaches_it(goal: float, word: str) -> None:
+    figures = sides([10.0, 10.2, 9.9, 10.1], [20.0, 20.1, 20.2, 19.9])
+    result = comparison.compare("times", "s", figures, 4, goals={"theirs": goal})
+    assert comparison.rows(result)[0][-1] == f"{goal:.2f}: {word}"
+    assert comparison.rows(comparison.compare("times", "s", figures, 4))[0][-1] == ""
+
+
 @pytest.mark.proves(
     "Benchmarks take turns, measure disturbed rounds again, and give no ratio that says "
     "too little."
