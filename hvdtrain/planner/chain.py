@@ -122,12 +122,12 @@ class Chain:
 
     def whole(self, rows: int) -> Seconds:
         """Return the seconds of whole steps on `rows` samples."""
-        repeats = repeated(lambda: self._whole(rows), SHORTEST, FEWER)
+        repeats = repeated(lambda: self._whole(rows), SHORTEST, FEWER, 1, LONG_SECONDS)
         return Seconds(*(np.array(values) for values in zip(*repeats, strict=True)))
 
     def in_halves(self, rows: int) -> Halves:
         """Return the seconds of backwards in halves on `rows` samples."""
-        repeats = repeated(lambda: self._in_halves(rows), SHORTEST, FEWER)
+        repeats = repeated(lambda: self._in_halves(rows), SHORTEST, FEWER, 1, LONG_SECONDS)
         return Halves(*(np.array(values) for values in zip(*repeats, strict=True)))
 
     def contended(self, rows: int, disturb: Disturb, seconds: Sequence[float]) -> np.ndarray:
@@ -269,7 +269,11 @@ class Chain:
 
 
 def repeated(
-    once: Callable[[], Result], least_seconds: float = 0.0, most: int = REPEATS
+    once: Callable[[], Result],
+    least_seconds: float = 0.0,
+    most: int = REPEATS,
+    least: int = LEAST,
+    enough_seconds: float = ENOUGH_SECONDS,
 ) -> list[Result]:
     """Repeat a measurement and return all of its results.
 
@@ -279,16 +283,18 @@ def repeated(
     Args:
         least_seconds: how long to repeat at least.
         most: repeats, unless `least_seconds` needs more.
+        least: repeats, however long they take.
+        enough_seconds: after which there are no more than `least`.
     """
     started = time.perf_counter()
     first, seconds = once(), time.perf_counter() - started
     repeats = [first] if seconds > LONG_SECONDS else []
-    least = min(LEAST, most - 1)
-    while len(repeats) < most or seconds < least_seconds:
+    while len(repeats) < least or (
+        seconds <= max(enough_seconds, least_seconds)
+        and (len(repeats) < most or seconds < least_seconds)
+    ):
         repeats.append(once())
         seconds = time.perf_counter() - started
-        if len(repeats) >= least and seconds > max(ENOUGH_SECONDS, least_seconds):
-            break
     return repeats
 
 

@@ -71,7 +71,7 @@ def test_contention_is_the_time_beside_an_all_reduce_over_the_time_alone() -> No
     result = measure._measured(chain, SIZES, ALONE, disturb=disturb)
     assert result.contention is not None
     assert result.contention == pytest.approx([1.0, 3.0])
-    assert disturbed == pytest.approx([measure.LONGER * 2e-3 * SIZES[-1]] * 2)
+    assert disturbed == pytest.approx([measure.LONGER * 2e-3 * SIZES[-2]] * 2)
     assert measure._times(result, 1).contention == pytest.approx(3.0)
     unmeasured = measure._measured(chain, SIZES, ALONE)
     assert unmeasured.contention is None
