@@ -173,9 +173,9 @@ def rows(comparison: Comparison) -> list[list[str]]:
 
 def verdict(comparison: Comparison, peer: str) -> str:
     """Return the goal of a ratio, and whether its whole interval reaches it; empty without one."""
-    goal, estimate = comparison.goals.get(peer), comparison.faster(peer)
-    if goal is None:
+    if (goal := comparison.goals.get(peer)) is None:
         return ""
+    estimate = comparison.faster(peer)
     if estimate is None or estimate.low is None or estimate.high is None:
         return f"{goal:.2f}: not known"
     reached = "met" if estimate.low >= goal else "missed" if estimate.high < goal else "not shown"

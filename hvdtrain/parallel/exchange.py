@@ -392,8 +392,9 @@ def keeping_format(activations: Tensor) -> Tensor:
     return activations
 
 
-def _contiguous_if_constant(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
-    return None if inputs[0].requires_grad else (inputs[0].contiguous(),)
+def _contiguous_if_constant(layer: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    is_constant = torch.is_grad_enabled() and not any(one.requires_grad for one in inputs)
+    return tuple(one.contiguous() for one in inputs) if is_constant else None
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

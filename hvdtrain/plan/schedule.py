@@ -37,6 +37,7 @@ from hvdtrain.plan.cut import (
     last_backward,
     offsets,
     partner,
+    peers,
     receipt_for,
     send_after,
     tag,
@@ -93,10 +94,8 @@ def add_exchange(schedule: Schedule, plan: Plan, cut: Cut) -> Schedule:
             added[rank].append(action)
         send = send_after(action, plan.last)
         for exchange in (partner(send), send) if send else ():
-            known = cut.receivers if is_upstream(exchange) else cut.senders
-            crossed = boundary(exchange.stage, exchange.kind)
             for rank in plan.stages[exchange.stage].ranks:
-                if (crossed, exchange.microbatch, rank) in known:
+                if peers(cut, rank, exchange):
                     added[rank].append(exchange)
     return added
 
@@ -156,9 +155,7 @@ def completions(schedule: Schedule, plan: Plan) -> dict[Action, int]:
                 continue
             action = schedule[rank][position[rank]]
             ranks = members[action.stage]
-            if ranks != (rank,) and not all(
-                _head(schedule, position, other) == action for other in ranks
-            ):
+            if not all(_head(schedule, position, other) == action for other in ranks):
                 continue
             ready = [[ends[a] for a in needs if a in ends] for needs in inputs(action, plan.last)]
             if not all(ready):

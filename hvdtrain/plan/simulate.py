@@ -293,37 +293,18 @@ def simulate(
 
 
 def _advance(run: _Run, rank: int, actions: Iterable[Action]) -> tuple[Action, Condition] | None:
-    """Run actions of a rank; return the first one that must wait, and for what.
-
-    Plans of many stages and micro-batches have thousands of actions, and a planner simulates many
-    plans, so that the common case is in one loop.
-    """
-    like, works, ended, events = run.cut.like, run.works[rank], run.ended, run.events[rank]
-    waiting, now, ends = run.waiting, run.clock[rank], run.ended[rank]
+    """Run actions of a rank; return the first one that must wait, and for what."""
+    like, works, events = run.cut.like, run.works[rank], run.events[rank]
+    now, ends = run.clock[rank], run.ended[rank]
     for action in actions:
         stage, kind, k = action
         key = stage, kind, k if k is None else like[k]
         if (work := works.get(key)) is None:
             work = works[key] = _work(run, rank, action)
-        start = now
-        condition: float | Condition | None = None
-        for other, place, needed, delay in work.needs:
-            end = ended[other].get((place, needed, k))
-            if end is None:
-                condition = Condition(other, Action(place, needed, k))
-                break
-            if end + delay > start:
-                start = end + delay
-        else:
-            if kind == "STEP":
-                condition = _summed(run, stage)
-            elif stage in run.synchronised and kind in ("F", "B"):
-                condition = _met(run, rank, action, start)
-        if isinstance(condition, Condition):
+        start = _start(run, rank, action, work.needs, now)
+        if isinstance(start, Condition):
             run.clock[rank] = now
-            return action, condition
-        if condition is not None and condition > start:
-            start = condition
+            return action, start
         if start > now:
             events.append(Event(rank, action, now, start, "wait"))
         now = start + work.communicates
@@ -336,19 +317,33 @@ def _advance(run: _Run, rank: int, actions: Iterable[Action]) -> tuple[Action, C
         ends[action] = now
         if kind == "I":
             ends[stage, "B", k] = now  # for what only needs the gradients of the input
-        if waiting:
+        if run.waiting:
             run.release((rank, action, False))
         if kind == "REDUCE":
             run.reached[action].append(now)
             if len(run.reached[action]) == len(run.plan.stages[stage].ranks):
-                ended[EVERYONE][action] = max(run.reached[action])
+                run.ended[EVERYONE][action] = max(run.reached[action])
                 run.release((EVERYONE, action, False))
     run.clock[rank] = now
     return None
 
 
-def _met(run: _Run, rank: int, action: Action, now: float) -> float | Condition:
-    """Return when all replicas are ready to start an action, or one that is not ready yet."""
+def _start(
+    run: _Run, rank: int, action: Action, needs: Iterable[Need], now: float
+) -> float | Condition:
+    """Return the time at which an action can start, or the first condition that is not met yet."""
+    stage, kind, k = action
+    for other, place, needed, delay in needs:
+        end = run.ended[other].get((place, needed, k))
+        if end is None:
+            return Condition(other, Action(place, needed, k))
+        if end + delay > now:
+            now = end + delay
+    if kind == "STEP":
+        summed = _summed(run, stage)
+        return summed if isinstance(summed, Condition) else max(now, summed)
+    if stage not in run.synchronised or kind not in ("F", "B"):
+        return now
     if action not in run.ready[rank]:
         run.ready[rank][action] = now
         run.release((rank, action, True))

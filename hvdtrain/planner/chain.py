@@ -122,12 +122,12 @@ class Chain:
 
     def whole(self, rows: int) -> Seconds:
         """Return the seconds of whole steps on `rows` samples."""
-        repeats = repeated(lambda: self._whole(rows), SHORTEST, FEWER, 1, LONG_SECONDS)
+        repeats = repeated(lambda: self._whole(rows), SHORTEST, FEWER, least=1)
         return Seconds(*(np.array(values) for values in zip(*repeats, strict=True)))
 
     def in_halves(self, rows: int) -> Halves:
         """Return the seconds of backwards in halves on `rows` samples."""
-        repeats = repeated(lambda: self._in_halves(rows), SHORTEST, FEWER, 1, LONG_SECONDS)
+        repeats = repeated(lambda: self._in_halves(rows), SHORTEST, FEWER, least=1)
         return Halves(*(np.array(values) for values in zip(*repeats, strict=True)))
 
     def contended(self, rows: int, disturb: Disturb, seconds: Sequence[float]) -> np.ndarray:
@@ -273,7 +273,6 @@ def repeated(
     least_seconds: float = 0.0,
     most: int = REPEATS,
     least: int = LEAST,
-    enough_seconds: float = ENOUGH_SECONDS,
 ) -> list[Result]:
     """Repeat a measurement and return all of its results.
 
@@ -284,13 +283,12 @@ def repeated(
         least_seconds: how long to repeat at least.
         most: repeats, unless `least_seconds` needs more.
         least: repeats, however long they take.
-        enough_seconds: after which there are no more than `least`.
     """
     started = time.perf_counter()
     first, seconds = once(), time.perf_counter() - started
     repeats = [first] if seconds > LONG_SECONDS else []
     while len(repeats) < least or (
-        seconds <= max(enough_seconds, least_seconds)
+        seconds <= max(ENOUGH_SECONDS, least_seconds)
         and (len(repeats) < most or seconds < least_seconds)
     ):
         repeats.append(once())

@@ -191,7 +191,7 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
     def reduce(stage: int) -> Reduction:
         return reduction_of(plan, cut, stage, known)
 
-    return Costs(compute, hand_over, reduce, communicate)
+    return Costs(compute, hand_over, cache(reduce), communicate)
 
 
 def receive_seconds(plan: Plan, cut: Cut, known: Known, rank: int, receipt: Action) -> float:

@@ -313,7 +313,8 @@ class Tables:
     def _rest(self, ranks: tuple[int, ...], links: object) -> np.ndarray:
         """Return y: the seconds per step besides the micro-batches."""
         known, agreement, count = self.known, self.known.agreement, len(ranks)
-        unlike = {id(one): one for one in (known.profile.ranks[rank] for rank in ranks)}.values()
+        kinds = dict.fromkeys(self.kinds[ranks[0] : ranks[-1] + 1])
+        unlike = [self.unlike[kind] for kind in kinds]
         rest = _slowest(np.array([self._sums(times.arrays.update) for times in unlike]))
         if count > 1:
             reduced = self._once(

@@ -92,7 +92,7 @@ def test_no_component_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> N
         waits.append(event)
         synchronize(event)
 
-    monkeypatch.setattr(chains, "repeated", lambda once, *_: [once()])
+    monkeypatch.setattr(chains, "repeated", lambda once, *_, **options: [once()])
     monkeypatch.setattr(LateEvent, "synchronize", counted)
     monkeypatch.setattr(Tensor, "__bool__", refuse)
     with late_device():
