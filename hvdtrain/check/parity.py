@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,13 @@ from hvdtrain.models.shapes import component_seed
 from hvdtrain.options.sections import OPTIMIZERS
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.exchange import to_channels_last
-from hvdtrain.parallel.reference import Reference, Rules, difference, largest_errors
+from hvdtrain.parallel.reference import (
+    Reference,
+    Rules,
+    difference,
+    largest_errors,
+    largest_value,
+)
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images, StageModel
 from hvdtrain.plan.plan import Plan
 
@@ -31,9 +38,6 @@ LOOSER = {("fp64", "resnet50"): 1e-11}
 UPDATES = {"fp64": 1e-12} | dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e-4)
 LOSS_SCALE = 16.0  # in fp16: a power of two, at which no gradient of a random batch overflows
 ROUNDINGS = 4  # rounding errors of a weight that an update may contain
-# Rounding errors of the largest gradient of a layer that its other gradients may contain. A bias
-# before a batch norm has a gradient of zero, and what is computed for it is rounding errors.
-GRADIENT_ROUNDINGS = 16
 
 
 @dataclass
@@ -335,24 +339,24 @@ def plain_optimizer(
 def gradient_errors(
     measured: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Return the error of each gradient, by name: `largest_errors` beyond rounding errors.
+    """Return the error of each gradient, by name: `largest_errors`, but 0 where both are nothing.
 
-    A sum of terms that cancel has rounding errors of the size of the terms. Their size is that of
-    the largest gradient of the same layer, which is computed from the same terms.
+    A sum of terms that cancel, as the gradient of a bias before a batch norm, is rounding errors,
+    whose size grows with the numbers of samples and pixels. So a gradient counts as nothing if it
+    is less than the square root of the machine epsilon beside the largest gradient of its layer,
+    which is computed from the same terms.
     """
-    rounding: dict[str, float] = {}
+    scales: dict[str, float] = defaultdict(float)
     for name, value in reference.items():
         layer = name.rpartition(".")[0]
-        size = float(value.abs().max()) * torch.finfo(value.dtype).eps if value.numel() else 0.0
-        rounding[layer] = max(rounding.get(layer, 0.0), GRADIENT_ROUNDINGS * size)
-    actual, expected = {}, {}
+        scales[layer] = max(scales[layer], largest_value(value))
+    errors = largest_errors(measured, reference)
     for name, value in reference.items():
-        actual[name] = other = measured[name]
-        expected[name] = value.cpu().double()
-        if other.shape == value.shape:
-            error = difference(other, value)
-            actual[name] = expected[name] + _beyond(error, rounding[name.rpartition(".")[0]])
-    return largest_errors(actual, expected)
+        nothing = sqrt(torch.finfo(value.dtype).eps) * scales[name.rpartition(".")[0]]
+        is_comparable = errors[name] < float("inf")
+        if is_comparable and all(largest_value(v) < nothing for v in (value, measured[name])):
+            errors[name] = 0.0
+    return errors
 
 
 def _beyond(error: Tensor, rounding: Tensor | float) -> Tensor:

@@ -7,7 +7,8 @@ one more all-gather. Gathered values are added in the order of the replicas, so 
 compute the same bits. A replica without rows takes part in both.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hvdtrain.device import is_cpu
 from hvdtrain.errors import UsageError
@@ -152,6 +153,33 @@ def synchronise(module: nn.Module, all_gather: AllGather) -> int:
         assert isinstance(layer, SynchronisedBatchNorm)
         layer.all_gather = all_gather
     return len(layers)
+
+
+@contextmanager
+def keeping_statistics(layers: Iterable[_NormBase]) -> Iterator[None]:
+    """Let forwards of normalisation layers in training mode leave running statistics as they are.
+
+    For backwards: a checkpoint inside a model runs forwards again, which would count each
+    micro-batch twice, and in an order that depends on the plan.
+    """
+    spare = torch.zeros((), dtype=torch.long)
+    changed = [
+        (vars(layer), layer._buffers, layer.momentum, layer.num_batches_tracked)
+        for layer in layers
+        if layer.training
+    ]
+    for attributes, buffers, _, counter in changed:  # setting attributes of modules is slow
+        # Not `track_running_stats`: a checkpoint must save as many tensors as its forward.
+        attributes["momentum"] = 0.0
+        if counter is not None:
+            buffers["num_batches_tracked"] = spare
+    try:
+        yield
+    finally:
+        for attributes, buffers, momentum, counter in changed:
+            attributes["momentum"] = momentum
+            if counter is not None:
+                buffers["num_batches_tracked"] = counter
 
 
 def gather_moments(input: Tensor, all_gather: AllGather) -> Moments:

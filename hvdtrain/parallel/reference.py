@@ -7,6 +7,7 @@ round alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -119,7 +120,10 @@ class Reference:
                 activations = stage.forward(activations, ranges, start)
             outputs = activations if activations.dtype == torch.float64 else activations.float()
             loss = rules.loss(outputs, labels[start:stop]).sum()  # without its faster form
-            (loss / size * rules.loss_scale).backward()
+            with ExitStack() as stack:
+                for model in (model for stage in self.stages for model in stage.models):
+                    stack.enter_context(model.in_backward())
+                (loss / size * rules.loss_scale).backward()
             total += float(loss.detach())
         buffers: dict[str, Tensor] = {}
         for stage, replica_ranges in zip(self.stages, parts, strict=True):
@@ -264,7 +268,7 @@ def largest_errors(
     The error is max |g - r| / max(max |r|, 1e-6 x the largest |r| of all tensors). It is infinity
     where a tensor is missing, has another shape, or holds NaN.
     """
-    largest = max((_largest(value) for value in reference.values()), default=0.0)
+    largest = max((largest_value(value) for value in reference.values()), default=0.0)
     floor_ = max(1e-6 * largest, torch.finfo(torch.float64).tiny)
     errors = {}
     for name, value in reference.items():
@@ -272,7 +276,7 @@ def largest_errors(
         if other is None or other.shape != value.shape:
             errors[name] = float("inf")
             continue
-        error = _largest(difference(other, value)) / max(_largest(value), floor_)
+        error = largest_value(difference(other, value)) / max(largest_value(value), floor_)
         errors[name] = error if error == error else float("inf")  # NaN is not equal to itself
     return errors
 
@@ -285,5 +289,6 @@ def difference(measured: Tensor, reference: Tensor) -> Tensor:
     return torch.where(measured == reference, 0.0, measured - reference)
 
 
-def _largest(value: Tensor) -> float:
+def largest_value(value: Tensor) -> float:
+    """Return max |value|; 0 without elements."""
     return float(value.abs().max()) if value.numel() else 0.0

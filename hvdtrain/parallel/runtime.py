@@ -465,7 +465,8 @@ class Runtime:
         gradient = self._output_gradient(step, task)
         output = step.outputs.use(task.key)
         if output.requires_grad:
-            torch.autograd.backward(output, gradient)
+            with part.model.in_backward():
+                torch.autograd.backward(output, gradient)
         if part.model.clock is not None:
             part.model.clock.end()
         self._take_input_gradient(step, task)
@@ -475,13 +476,14 @@ class Runtime:
         if task.rows == 0:
             return
         gradient, part = self._output_gradient(step, task), self.parts[task.key[0]]
-        step.pending_weights[task.key] = halves.backward_input(
-            output=step.outputs.use(task.key),
-            gradient=gradient,
-            input=step.inputs[task.key],
-            parameters=part.parameters,
-            is_whole=part.is_whole,
-        )
+        with part.model.in_backward():
+            step.pending_weights[task.key] = halves.backward_input(
+                output=step.outputs.use(task.key),
+                gradient=gradient,
+                input=step.inputs[task.key],
+                parameters=part.parameters,
+                is_whole=part.is_whole,
+            )
         self._take_input_gradient(step, task)
 
     def _backward_weight(self, step: Step, task: Task) -> None:

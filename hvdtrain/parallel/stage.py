@@ -24,7 +24,7 @@ from hvdtrain.data.augment import PADDING, Places
 from hvdtrain.device import Mark
 from hvdtrain.models import weights
 from hvdtrain.options.sections import is_exempt
-from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
+from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm, keeping_statistics
 from hvdtrain.parallel.exchange import keeping_format
 from hvdtrain.sync.gradients import Gradients
 from hvdtrain.sync.local import Meetings
@@ -95,6 +95,12 @@ class StageModel:
                 self.calls[name] = partial(forward_recomputed, component)
             elif compiled:  # module.compile() would skip torch's own modules
                 self.calls[name] = torch.compile(component)
+        self._norms = [
+            module
+            for component in self.components.values()
+            for module in component.modules()
+            if isinstance(module, _NormBase)
+        ]
 
     def __call__(self, activations: Tensor) -> Tensor:
         """Run the components one after another."""
@@ -103,6 +109,10 @@ class StageModel:
         for call in self.calls.values():
             activations = keeping_format(call(activations))
         return activations
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Return the context of a backward, in which the forwards of checkpoints track nothing."""
+        return keeping_statistics(self._norms)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trainable parameters by name: `component.name`."""

@@ -4,8 +4,10 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -271,6 +273,94 @@ def test_a_recurrent_component_takes_every_option(world: World, option: str) -> 
     for name, plan in plans.items():
         parity = check_plan(config, components, plan, IMAGE_SIZE, CLASSES, world)
         assert parity.is_within, f"{name}: {parity.fault}"
+
+
+class Normalised(nn.Module):
+    """Normalises its input, with and without a checkpoint around."""
+
+    def __init__(self, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.is_checkpointed = is_checkpointed
+        self.layer, self.batch = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.cumulative = nn.BatchNorm1d(WIDTH, momentum=None)
+        self.frozen = nn.BatchNorm1d(WIDTH)
+        self.instance = nn.InstanceNorm1d(2, track_running_stats=True)
+
+    def train(self, mode: bool = True) -> "Normalised":
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def inner(self, x: Tensor) -> Tensor:
+        x = self.frozen(self.cumulative(torch.tanh(self.batch(self.layer(x)))))
+        return torch.tanh(x + self.instance(x.unflatten(1, (2, 3))).flatten(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            checkpoint(self.inner, x, use_reentrant=False)
+            if self.is_checkpointed
+            else self.inner(x)
+        )
+
+
+def normalised_states(world: World, is_checkpointed: bool) -> dict[str, dict[str, np.ndarray]]:
+    """Return what training ends in, by plan; every other one normalises over its replicas."""
+    components = components_with(lambda: Normalised(is_checkpointed))
+    return {
+        name: train(
+            replace(CONFIG, batch_norm="sync" if number % 2 else "local"),
+            plan(names(components)),
+            components,
+            world,
+            3,
+            [64, 96, 64],
+        )
+        for number, (name, plan) in enumerate(PLANS[world.size].items())
+    }
+
+
+@pytest.mark.proves(
+    "A checkpoint inside a model leaves running statistics alone under every plan."
+)
+def test_a_checkpoint_changes_no_running_statistics(world: World) -> None:
+    expected, actual = normalised_states(world, False), normalised_states(world, True)
+    for name, state in expected.items():
+        assert_close(actual[name], state, 1e-12)
+        assert state["odd1.batch.running_mean"].any(), name
+        assert np.isfinite(state["odd1.instance.running_mean"]).all(), name
+        assert not state["odd1.frozen.running_mean"].any(), name
+
+
+def test_without_care_a_checkpoint_counts_statistics_twice(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the test above: under some plans, and not under others."""
+    expected = normalised_states(world, False)
+    monkeypatch.setattr("hvdtrain.parallel.stage.keeping_statistics", lambda _: nullcontext())
+    counters = {
+        name: float(
+            state["odd1.batch.num_batches_tracked"]
+            / expected[name]["odd1.batch.num_batches_tracked"]
+        )
+        for name, state in normalised_states(world, True).items()
+    }
+    assert 2.0 in counters.values(), counters
+
+
+def test_a_bias_before_a_batch_norm_has_no_gradient_but_rounding_errors(world: World) -> None:
+    components = [
+        Component(
+            "layers",
+            lambda: nn.Sequential(
+                nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+            ),
+        ),
+        Component("head", lambda: nn.Linear(8 * 32 * 32, CLASSES)),
+    ]
+    config = replace(CONFIG, batch_norm="sync", batch_size=32)
+    plan = replicated(names(components), world.size, 1, None)
+    parity = check_plan(config, components, plan, 32, CLASSES, world)
+    assert parity.is_within, parity.fault
 
 
 class Follower(nn.Module):

@@ -1,5 +1,6 @@
 """The errors of gradients against serial ones: what is an error, and what is rounding."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,14 +19,20 @@ def gradients(bias: float) -> dict[str, Tensor]:
 
 
 def test_a_gradient_that_cancels_may_be_any_rounding_error() -> None:
-    errors = gradient_errors(gradients(2 * EPSILON), gradients(-EPSILON))
+    errors = gradient_errors(gradients(2e4 * EPSILON), gradients(-EPSILON))
     assert set(errors.values()) == {0.0}
 
 
 def test_more_than_rounding_errors_of_the_layer_is_an_error() -> None:
-    # 1e-14 of the gradients of its layer: the head, whose gradients are larger, does not count.
-    errors = gradient_errors(gradients(5e-15), gradients(0.0))
+    # 2e-8 of the gradients of its layer: the head, whose gradients are larger, does not count.
+    errors = gradient_errors(gradients(1e-8), gradients(0.0))
     assert errors["stem.conv.bias"] > 1e-12 > errors["stem.conv.weight"]
+
+
+@pytest.mark.parametrize("lost", [torch.tensor([torch.nan]), torch.zeros(2)])
+def test_a_gradient_that_is_no_number_is_an_error_beside_larger_ones(lost: Tensor) -> None:
+    errors = gradient_errors(gradients(0.0) | {"stem.conv.bias": lost}, gradients(0.0))
+    assert errors["stem.conv.bias"] == float("inf")
 
 
 def test_a_missing_or_infinite_gradient_is_an_error() -> None:
