@@ -38,7 +38,9 @@ def main() -> None:
         runs = [Path(folder) / f"run{number}" for number in range(RUNS)]
         for number, run in enumerate(runs):
             settings = f"--model cnn --data {options.data} --max-steps 20 --seed {number}"
-            _run(f"train {settings} --run {run}")
+            _run(f"{'train' if number else 'jobs submit --cluster local'} {settings} --run {run}")
+        while not (runs[0] / "summary.json").exists():  # the job
+            time.sleep(0.1)
         seconds = _lines(options.data, runs, Path(folder))
         measured: dict[str, list[float]] = {name: [] for name in seconds}
         for number in range(options.rounds + 1):

@@ -96,7 +96,7 @@ def mapping(text: str, path: Path, what: str) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError) as error:  # such as a date that does not exist
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} cannot be read as YAML: {reason}") from None

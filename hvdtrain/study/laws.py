@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, stats
+from scipy import special
 
 from hvdtrain.data.images import shown
 
@@ -95,6 +95,8 @@ def equivalence(first: Sequence[float], second: Sequence[float], margin: float) 
     """
     if min(len(first), len(second)) < 2:
         return None
+    from scipy import stats  # a third of a second, which most reports need not wait for
+
     one, other = np.asarray(first, float), np.asarray(second, float)
     if one.std() == other.std() == 0:  # without variance there is no t-test
         return 0.0 if abs(one[0] - other[0]) < margin else 1.0
@@ -144,7 +146,7 @@ def _variance(sample: Sample) -> float:
 
 def t_quantile(degrees: float) -> float:
     """Return how many standard errors lie between an estimate and an end of its interval."""
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees))
+    return float(special.stdtrit(degrees, (1 + CONFIDENCE) / 2))
 
 
 def _median_variance(count: int) -> float:
@@ -326,7 +328,7 @@ class Fit:
         (noise, noise_degrees), (misfit, degrees) = self._noise, self._misfit()
         if noise_degrees < 1 or degrees < 1:
             return False
-        return noise == 0 or float(stats.f.sf(misfit / noise, degrees, noise_degrees)) < MISFIT
+        return noise == 0 or float(special.fdtrc(degrees, noise_degrees, misfit / noise)) < MISFIT
 
     @property
     def residuals(self) -> float:
@@ -472,6 +474,8 @@ def cautions(fit: Fit) -> str:
 
 
 def _fit(name: str, measured: Throughputs) -> Fit:
+    from scipy import optimize  # slow to import
+
     law, names = _LAWS[name]
     ranks = np.array([n for n, rates in measured.items() for _ in rates], float)
     logs = np.log([rate for rates in measured.values() for rate in rates])
@@ -500,7 +504,7 @@ def _improves(richer: Fit, simpler: Fit) -> bool:
     gain = (simpler.residuals - richer.residuals) / added
     if gain <= 0:
         return False
-    return noise == 0 or float(stats.f.sf(gain / noise, added, degrees)) < SIGNIFICANT
+    return noise == 0 or float(special.fdtrc(added, degrees, gain / noise)) < SIGNIFICANT
 
 
 def _clipped(estimate: Estimate) -> Estimate:

@@ -8,7 +8,7 @@ from itertools import combinations
 from statistics import median as middle
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from hvdtrain.options.requests import Pipeline, parse_plan_request
 from hvdtrain.options.sections import SyncOptions
@@ -312,7 +312,7 @@ FALSE_ALARMS = 0.01  # of the undisturbed runs
 LEAST = 0.02  # a smaller loss of throughput is not called a disturbance
 REPEATS_NEEDED = 3  # of two runs nobody can say which one is disturbed
 # The first quartile of the differences of two values with unit normal noise.
-QUARTILE = float(np.sqrt(2) * stats.norm.ppf(0.625))
+QUARTILE = float(np.sqrt(2) * special.ndtri(0.625))
 
 
 def disturbed(rates: Mapping[int, Sequence[float]]) -> dict[int, list[int]]:
@@ -332,7 +332,7 @@ def disturbed(rates: Mapping[int, Sequence[float]]) -> dict[int, list[int]]:
     noise = _noise(logs.values())
     degrees = sum(len(values) - 1 for values in logs.values())
     # Each of the repeats is compared with the others: the limit holds for all of them together.
-    limit = float(stats.t.isf(FALSE_ALARMS, degrees))
+    limit = float(-special.stdtrit(degrees, FALSE_ALARMS))
     places: dict[int, list[int]] = {}
     for key, values in logs.items():
         for place, value in enumerate(values):
