@@ -4,12 +4,14 @@ The division (`divide`) is exact for its estimate. The estimate leaves out effec
 waiting of unequal stages, and a bubble that weight gradients fill. So the best division for each
 number of micro-batches, the best plans in which a rank may be in several stages (`assign`), and
 the plans that users know by name, are simulated with all costs, and the fastest that fits is
-chosen.
+chosen. Of few components and ranks, all divisions into two stages are simulated, too, and plans
+around the fastest one, which differ from it in the ranks of a stage or of its ends.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,10 +19,10 @@ import numpy as np
 from hvdtrain.errors import UsageError
 from hvdtrain.host.process import collection_paused
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
-from hvdtrain.planner.assign import SCHEDULE, assigned_plans
+from hvdtrain.planner.assign import SCHEDULE, assigned_plans, groups_of
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Question
-from hvdtrain.planner.divide import divisions, shares_of
+from hvdtrain.planner.divide import divisions, plan_of, shares_of
 from hvdtrain.planner.memory import GIB, activation_bytes, lasting_bytes, process_bytes
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ MOST_MIXED = 6  # plans of any mix that are simulated, for each number of micro-
 SIMULATED = 600  # of them times components times ranks, at most
 ESTIMATED = 0.9  # part of its estimate below which a plan of any mix is seldom simulated
 MIXED_MICROBATCHES = (1, 2, 4, 8)
+SMALL = 48  # components times ranks, at most: many plans can be simulated
+FEW_MICROBATCHES = [1, 2]
+MOST_AROUND = 60  # plans that are simulated around the fastest one
 MOST_MICROBATCHES = 1024  # in a suggestion
 MANY = 1000  # components times ranks: above this, simulating one plan takes a second or more
 SHOWN = 5  # candidates to list beside the chosen one
@@ -118,26 +123,78 @@ def _complexity(plan: Plan) -> int:
 
 def candidates(question: Question) -> Iterator[Candidate]:
     """Yield the plans that are worth simulating, under the names that users know."""
-    fastest = math.inf
-    for candidate in _named_candidates(question):
-        if question.allows(candidate.plan) and not candidate.shortage(question.limits):
-            fastest = min(fastest, candidate.seconds)
-        yield candidate
+    fitting: list[Candidate] = []
+
+    def judged(found: Iterable[Candidate]) -> Iterator[Candidate]:
+        for candidate in found:
+            if question.allows(candidate.plan) and not candidate.shortage(question.limits):
+                fitting.append(candidate)
+            yield candidate
+
+    yield from judged(_named_candidates(question))
     if question.ranks == 1 or SCHEDULE not in question.schedules:
         return
+    size = len(question.known.costs) * question.ranks
+    if size <= SMALL:
+        yield from judged(_in_two(question))
     tried = MIXED_MICROBATCHES[:: 2 if is_large(question) else 1]
     if question.microbatches:
         tried = (question.microbatches,)
-    most = max(1, min(MOST_MIXED, SIMULATED // (len(question.known.costs) * question.ranks)))
+    most = max(1, min(MOST_MIXED, SIMULATED // size))
     for number in tried:
         if number > question.batch_size:
             continue
-        below = fastest / ESTIMATED
-        for plan in assigned_plans(question, number, most, below=below):
+        fastest = min((candidate.seconds for candidate in fitting), default=math.inf)
+        plans = assigned_plans(question, number, most, below=fastest / ESTIMATED)
+        yield from judged(play(question, plan, "mixed") for plan in plans)
+    if size <= SMALL and fitting:
+        yield from _around(question, min(fitting, key=lambda candidate: candidate.seconds))
+
+
+def _in_two(question: Question) -> Iterator[Candidate]:
+    """Yield the divisions into two stages, with fewer micro-batches than pipelines have."""
+    components, ranks = len(question.known.costs), question.ranks
+    numbers = [question.microbatches] if question.microbatches else FEW_MICROBATCHES
+    for number, place, first in product(numbers, range(1, components), range(1, ranks)):
+        if question.known.costs[place - 1].is_differentiable and number <= question.batch_size:
+            groups = tuple(range(first)), tuple(range(first, ranks))
+            runs = zip((0, place), (place, components), groups, strict=True)
+            yield play(question, plan_of(question, runs, number, SCHEDULE), "divided")
+
+
+def _around(question: Question, best: Candidate) -> Iterator[Candidate]:
+    """Yield plans with other ranks for a part of the fastest one, and go on from faster ones."""
+    seen: set[Plan] = set()
+    while fresh := [plan for plan in _neighbours(question, best.plan) if plan not in seen]:
+        for plan in fresh[: MOST_AROUND - len(seen)]:
+            seen.add(plan)
             candidate = play(question, plan, "mixed")
-            if question.allows(plan) and not candidate.shortage(question.limits):
-                fastest = min(fastest, candidate.seconds)
             yield candidate
+            is_allowed = question.allows(plan) and not candidate.shortage(question.limits)
+            if is_allowed and candidate.seconds < best.seconds:
+                best = candidate
+                break
+        else:
+            return
+
+
+def _neighbours(question: Question, plan: Plan) -> list[Plan]:
+    """Return the plans in which a stage, or a component at one of its ends, has other ranks."""
+    path = [stage.ranks for stage in plan.stages for _ in stage.components]
+    plans = []
+    stop = 0
+    for stage in plan.stages:
+        start, stop = stop, stop + len(stage.components)
+        spans = [(start, stop), (start, start + 1), (stop - 1, stop)]
+        spans += [(max(0, start - 1), stop), (start, min(stop + 1, len(path)))]
+        for (first, end), ranks in product(dict.fromkeys(spans), groups_of(question.ranks)):
+            changed = [*path[:first], *[ranks] * (end - first), *path[end:]]
+            cuts = [place for place in range(1, len(path)) if changed[place - 1] != changed[place]]
+            is_whole = {rank for one in changed for rank in one} == set(range(question.ranks))
+            if is_whole and all(question.known.costs[cut - 1].is_differentiable for cut in cuts):
+                runs = [(a, b, changed[a]) for a, b in pairwise([0, *cuts, len(path)])]
+                plans.append(plan_of(question, runs, plan.microbatches, SCHEDULE))
+    return plans
 
 
 def _named_candidates(question: Question) -> Iterator[Candidate]:
