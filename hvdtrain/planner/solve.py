@@ -163,7 +163,7 @@ def _in_two(question: Question) -> Iterator[Candidate]:
 
 
 def _around(question: Question, best: Candidate) -> Iterator[Candidate]:
-    """Yield plans with other ranks for a part of the fastest one, and go on from faster ones."""
+    """Yield plans with other ranks for a part of the fastest one, then around faster ones."""
     seen: set[Plan] = set()
     while fresh := [plan for plan in _neighbours(question, best.plan) if plan not in seen]:
         for plan in fresh[: MOST_AROUND - len(seen)]:

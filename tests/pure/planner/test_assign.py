@@ -202,7 +202,7 @@ def test_no_assignment_is_simulated_to_be_much_faster_than_the_chosen_plan(
 
 @pytest.mark.parametrize(("cluster", "batch"), [("16-cpu-10g", 96), ("8-v100", 16)])
 def test_of_the_cnn_no_assignment_to_three_ranks_is_much_faster(cluster: str, batch: int) -> None:
-    """Estimates overrate all-reduces of one stage, of which its own backward hides the first."""
+    """Estimates leave out that the backward of a stage hides its own first all-reduces."""
     question = question_of(load(cluster, 3), costs_of("cnn"), batch, "adam")
     at_once = (plan for plan in plans(question) if plan.microbatches == 1)
     fastest = min(play(question, plan, "").seconds for plan in at_once)
