@@ -26,6 +26,7 @@ from hvdtrain.planner.solve import solve
 
 COLUMNS = ["", "seconds", "goal", ""]
 RUNS = 10  # that a report reads
+LONGEST_JOB = 120  # seconds
 
 
 def main() -> None:
@@ -39,7 +40,10 @@ def main() -> None:
         for number, run in enumerate(runs):
             settings = f"--model cnn --data {options.data} --max-steps 20 --seed {number}"
             _run(f"{'train' if number else 'jobs submit --cluster local'} {settings} --run {run}")
-        while not (runs[0] / "summary.json").exists():  # the job
+        deadline = time.monotonic() + LONGEST_JOB
+        while not (runs[0] / "summary.json").exists():
+            if time.monotonic() > deadline:
+                sys.exit(f"the job of {runs[0]} did not end in {LONGEST_JOB} s")
             time.sleep(0.1)
         seconds = _lines(options.data, runs, Path(folder))
         measured: dict[str, list[float]] = {name: [] for name in seconds}

@@ -19,13 +19,7 @@ from hvdtrain.models.shapes import component_seed
 from hvdtrain.options.sections import OPTIMIZERS
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.exchange import to_channels_last
-from hvdtrain.parallel.reference import (
-    Reference,
-    Rules,
-    difference,
-    largest_errors,
-    largest_value,
-)
+from hvdtrain.parallel.reference import Reference, Rules, difference, largest_errors
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images, StageModel
 from hvdtrain.plan.plan import Plan
 
@@ -38,6 +32,11 @@ LOOSER = {("fp64", "resnet50"): 1e-11}
 UPDATES = {"fp64": 1e-12} | dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e-4)
 LOSS_SCALE = 16.0  # in fp16: a power of two, at which no gradient of a random batch overflows
 ROUNDINGS = 4  # rounding errors of a weight that an update may contain
+# Rounding errors of the largest gradient of a layer that its other gradients may contain, and more
+# of those that are sums over all samples and pixels: before a batch norm, a bias and the magnitude
+# of a weight norm have gradients of zero, and what is computed for them is rounding errors.
+GRADIENT_ROUNDINGS = 16
+SUMMED = ("bias", "original0", "weight_g")
 
 
 @dataclass
@@ -270,7 +269,7 @@ class SerialRun:
         gradients = {
             name: done.gradients.get(name, gradient) for name, gradient in serial.gradients.items()
         }
-        _keep(parity.parameters, gradient_errors(gradients, serial.gradients))
+        _keep(parity.parameters, gradient_errors(gradients, serial.gradients, images.size))
         for name, value in serial.buffers.items():
             _keep(parity.buffers, largest_errors(done.tensors, {name: value}))
         # The ranks' updates, against torch's with the same gradients.
@@ -337,26 +336,33 @@ def plain_optimizer(
 
 
 def gradient_errors(
-    measured: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+    measured: Mapping[str, Tensor], reference: Mapping[str, Tensor], values: int = 1
 ) -> dict[str, float]:
-    """Return the error of each gradient, by name: `largest_errors`, but 0 where both are nothing.
+    """Return the error of each gradient, by name: `largest_errors` beyond rounding errors.
 
-    A sum of terms that cancel, as the gradient of a bias before a batch norm, is rounding errors,
-    whose size grows with the numbers of samples and pixels. So a gradient counts as nothing if it
-    is less than the square root of the machine epsilon beside the largest gradient of its layer,
-    which is computed from the same terms.
+    A sum of terms that cancel has rounding errors of the size of the terms. Their size is that of
+    the largest gradient of the same layer, which is computed from the same terms.
+
+    Args:
+        values: numbers in the batch, with which the rounding errors of long sums grow.
     """
     scales: dict[str, float] = defaultdict(float)
     for name, value in reference.items():
         layer = name.rpartition(".")[0]
-        scales[layer] = max(scales[layer], largest_value(value))
-    errors = largest_errors(measured, reference)
+        scales[layer] = max(scales[layer], _largest(value) * torch.finfo(value.dtype).eps)
+    actual, expected = {}, {}
     for name, value in reference.items():
-        nothing = sqrt(torch.finfo(value.dtype).eps) * scales[name.rpartition(".")[0]]
-        is_comparable = errors[name] < float("inf")
-        if is_comparable and all(largest_value(v) < nothing for v in (value, measured[name])):
-            errors[name] = 0.0
-    return errors
+        layer, _, key = name.rpartition(".")
+        actual[name] = other = measured[name]
+        expected[name] = value.cpu().double()
+        if other.shape == value.shape:
+            rounding = GRADIENT_ROUNDINGS * scales[layer] * (sqrt(values) if key in SUMMED else 1)
+            actual[name] = expected[name] + _beyond(difference(other, value), rounding)
+    return largest_errors(actual, expected)
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
 
 
 def _beyond(error: Tensor, rounding: Tensor | float) -> Tensor:

@@ -96,6 +96,7 @@ def mapping(text: str, path: Path, what: str) -> dict[str, Any]:
     import yaml
 
     try:
+        # The C parser: `read_text` has refused what crashes it.
         content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError) as error:  # such as a date that does not exist
         reason = " ".join(str(error).split())

@@ -157,7 +157,7 @@ def synchronise(module: nn.Module, all_gather: AllGather) -> int:
 
 @contextmanager
 def keeping_statistics(layers: Iterable[_NormBase]) -> Iterator[None]:
-    """Let forwards of normalisation layers in training mode leave running statistics as they are.
+    """Let forwards of PyTorch's layers in training mode leave running statistics as they are.
 
     For backwards: a checkpoint inside a model runs forwards again, which would count each
     micro-batch twice, and in an order that depends on the plan.

@@ -268,7 +268,7 @@ def largest_errors(
     The error is max |g - r| / max(max |r|, 1e-6 x the largest |r| of all tensors). It is infinity
     where a tensor is missing, has another shape, or holds NaN.
     """
-    largest = max((largest_value(value) for value in reference.values()), default=0.0)
+    largest = max((_largest(value) for value in reference.values()), default=0.0)
     floor_ = max(1e-6 * largest, torch.finfo(torch.float64).tiny)
     errors = {}
     for name, value in reference.items():
@@ -276,7 +276,7 @@ def largest_errors(
         if other is None or other.shape != value.shape:
             errors[name] = float("inf")
             continue
-        error = largest_value(difference(other, value)) / max(largest_value(value), floor_)
+        error = _largest(difference(other, value)) / max(_largest(value), floor_)
         errors[name] = error if error == error else float("inf")  # NaN is not equal to itself
     return errors
 
@@ -289,6 +289,5 @@ def difference(measured: Tensor, reference: Tensor) -> Tensor:
     return torch.where(measured == reference, 0.0, measured - reference)
 
 
-def largest_value(value: Tensor) -> float:
-    """Return max |value|; 0 without elements."""
+def _largest(value: Tensor) -> float:
     return float(value.abs().max()) if value.numel() else 0.0

@@ -34,7 +34,7 @@ SIMULATED = 600  # of them times components times ranks, at most
 ESTIMATED = 0.9  # part of its estimate below which a plan of any mix is seldom simulated
 MIXED_MICROBATCHES = (1, 2, 4, 8)
 SMALL = 48  # components times ranks, at most: many plans can be simulated
-FEW_MICROBATCHES = [1, 2]
+FEW_MICROBATCHES = (1, 2)
 MOST_AROUND = 60  # plans that are simulated around the fastest one
 MOST_MICROBATCHES = 1024  # in a suggestion
 MANY = 1000  # components times ranks: above this, simulating one plan takes a second or more
@@ -125,8 +125,8 @@ def candidates(question: Question) -> Iterator[Candidate]:
     """Yield the plans that are worth simulating, under the names that users know."""
     fitting: list[Candidate] = []
 
-    def judged(found: Iterable[Candidate]) -> Iterator[Candidate]:
-        for candidate in found:
+    def judged(group: Iterable[Candidate]) -> Iterator[Candidate]:
+        for candidate in group:
             if question.allows(candidate.plan) and not candidate.shortage(question.limits):
                 fitting.append(candidate)
             yield candidate
@@ -148,13 +148,13 @@ def candidates(question: Question) -> Iterator[Candidate]:
         plans = assigned_plans(question, number, most, below=fastest / ESTIMATED)
         yield from judged(play(question, plan, "mixed") for plan in plans)
     if size <= SMALL and fitting:
-        yield from _around(question, min(fitting, key=lambda candidate: candidate.seconds))
+        yield from _around(question, fitting)
 
 
 def _in_two(question: Question) -> Iterator[Candidate]:
-    """Yield the divisions into two stages, with fewer micro-batches than pipelines have."""
+    """Yield the divisions into two stages of neighbouring ranks, with few micro-batches."""
     components, ranks = len(question.known.costs), question.ranks
-    numbers = [question.microbatches] if question.microbatches else FEW_MICROBATCHES
+    numbers = (question.microbatches,) if question.microbatches else FEW_MICROBATCHES
     for number, place, first in product(numbers, range(1, components), range(1, ranks)):
         if question.known.costs[place - 1].is_differentiable and number <= question.batch_size:
             groups = tuple(range(first)), tuple(range(first, ranks))
@@ -162,16 +162,17 @@ def _in_two(question: Question) -> Iterator[Candidate]:
             yield play(question, plan_of(question, runs, number, SCHEDULE), "divided")
 
 
-def _around(question: Question, best: Candidate) -> Iterator[Candidate]:
+def _around(question: Question, known: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yield plans with other ranks for a part of the fastest one, then around faster ones."""
-    seen: set[Plan] = set()
+    best = min(known, key=lambda candidate: candidate.seconds)
+    seen = {candidate.plan for candidate in known}
+    most = len(seen) + MOST_AROUND
     while fresh := [plan for plan in _neighbours(question, best.plan) if plan not in seen]:
-        for plan in fresh[: MOST_AROUND - len(seen)]:
+        for plan in fresh[: most - len(seen)]:
             seen.add(plan)
             candidate = play(question, plan, "mixed")
             yield candidate
-            is_allowed = question.allows(plan) and not candidate.shortage(question.limits)
-            if is_allowed and candidate.seconds < best.seconds:
+            if candidate.seconds < best.seconds and not candidate.shortage(question.limits):
                 best = candidate
                 break
         else:
@@ -179,9 +180,9 @@ def _around(question: Question, best: Candidate) -> Iterator[Candidate]:
 
 
 def _neighbours(question: Question, plan: Plan) -> list[Plan]:
-    """Return the plans in which a stage, or a component at one of its ends, has other ranks."""
+    """Return the allowed plans in which a stage, or a component at its ends, has other ranks."""
     path = [stage.ranks for stage in plan.stages for _ in stage.components]
-    plans = []
+    plans: dict[Plan, None] = {}
     stop = 0
     for stage in plan.stages:
         start, stop = stop, stop + len(stage.components)
@@ -193,8 +194,8 @@ def _neighbours(question: Question, plan: Plan) -> list[Plan]:
             is_whole = {rank for one in changed for rank in one} == set(range(question.ranks))
             if is_whole and all(question.known.costs[cut - 1].is_differentiable for cut in cuts):
                 runs = [(a, b, changed[a]) for a, b in pairwise([0, *cuts, len(path)])]
-                plans.append(plan_of(question, runs, plan.microbatches, SCHEDULE))
-    return plans
+                plans[plan_of(question, runs, plan.microbatches, SCHEDULE)] = None
+    return [plan for plan in plans if question.allows(plan)]
 
 
 def _named_candidates(question: Question) -> Iterator[Candidate]:

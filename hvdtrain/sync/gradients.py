@@ -337,8 +337,10 @@ class ReplicatedGradients(Gradients):
     def _take_statistics(self, share: Share) -> None:
         for view, value in zip(self.tail, self.statistics, strict=True):
             factor = share.weight if value.is_floating_point() else float(share.first)
-            # Without samples a mean is NaN, and zero times NaN is NaN.
-            view.copy_(value).mul_(factor) if factor else view.zero_()
+            if factor:
+                view.copy_(value).mul_(factor)
+            else:  # without samples a mean is NaN, and zero times NaN is NaN
+                view.zero_()
 
     def _make_buckets(self, groups: Sequence[Mapping[str, nn.Parameter]]) -> list[Bucket]:
         """Return the buckets of groups of parameters by name."""

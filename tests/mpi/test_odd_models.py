@@ -347,17 +347,27 @@ def test_without_care_a_checkpoint_counts_statistics_twice(
     assert 2.0 in counters.values(), counters
 
 
-def test_a_bias_before_a_batch_norm_has_no_gradient_but_rounding_errors(world: World) -> None:
+def convolution_with_bias() -> nn.Module:
+    return nn.Conv2d(3, 8, 3, padding=1)
+
+
+def convolution_with_weight_norm() -> nn.Module:
+    return parametrizations.weight_norm(nn.Conv2d(3, 8, 3, padding=1, bias=False))
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize("make", [convolution_with_bias, convolution_with_weight_norm])
+def test_what_a_batch_norm_cancels_has_no_gradient_but_rounding_errors(
+    world: World, make: Callable[[], nn.Module], precision: str
+) -> None:
     components = [
         Component(
             "layers",
-            lambda: nn.Sequential(
-                nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
-            ),
+            lambda: nn.Sequential(make(), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()),
         ),
         Component("head", lambda: nn.Linear(8 * 32 * 32, CLASSES)),
     ]
-    config = replace(CONFIG, batch_norm="sync", batch_size=32)
+    config = replace(CONFIG, batch_norm="sync", batch_size=32, precision=precision)  # type: ignore[arg-type]
     plan = replicated(names(components), world.size, 1, None)
     parity = check_plan(config, components, plan, 32, CLASSES, world)
     assert parity.is_within, parity.fault

@@ -231,7 +231,7 @@ def test_convolutions_on_all_ranks_and_the_dense_layer_on_one() -> None:
     rank = replace(long, components={**long.components, second.name: quick})
     known = replace(question.known, costs=(first, second), profile=Profile((rank, rank)))
     chosen = solve(replace(question, known=known)).chosen.plan
-    assert [stage.ranks for stage in chosen.stages] == [(0, 1), (1,)]
+    assert [len(stage.ranks) for stage in chosen.stages] == [2, 1]  # the ranks are alike
 
 
 def test_of_five_ranks_runs_of_neighbours_lose_little_against_all_sets() -> None:

@@ -19,14 +19,21 @@ def gradients(bias: float) -> dict[str, Tensor]:
 
 
 def test_a_gradient_that_cancels_may_be_any_rounding_error() -> None:
-    errors = gradient_errors(gradients(2e4 * EPSILON), gradients(-EPSILON))
+    errors = gradient_errors(gradients(2 * EPSILON), gradients(-EPSILON))
     assert set(errors.values()) == {0.0}
 
 
 def test_more_than_rounding_errors_of_the_layer_is_an_error() -> None:
-    # 2e-8 of the gradients of its layer: the head, whose gradients are larger, does not count.
-    errors = gradient_errors(gradients(1e-8), gradients(0.0))
+    # 1e-14 of the gradients of its layer: the head, whose gradients are larger, does not count.
+    errors = gradient_errors(gradients(5e-15), gradients(0.0))
     assert errors["stem.conv.bias"] > 1e-12 > errors["stem.conv.weight"]
+
+
+def test_long_sums_have_more_rounding_errors() -> None:
+    assert gradient_errors(gradients(5e-15), gradients(0.0), 1000)["stem.conv.bias"] == 0
+    assert gradient_errors(gradients(5e-12), gradients(0.0), 1000)["stem.conv.bias"] > 1e-12
+    lost = gradients(0.0) | {"stem.conv.weight": torch.zeros(2)}
+    assert gradient_errors(lost, gradients(0.0), 10**6)["stem.conv.weight"] > 0.99
 
 
 @pytest.mark.parametrize("lost", [torch.tensor([torch.nan]), torch.zeros(2)])
