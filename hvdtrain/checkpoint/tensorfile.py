@@ -117,7 +117,7 @@ def parse_manifest(text: str) -> Manifest:
         content = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"is not valid JSON: {one_line(error)}") from None
-    version = _take(content, "format_version", int, lambda value: value >= 1)
+    version = _take(content, "format_version", int, lambda value: 1 <= value < 2**31)
     if version != FORMAT_VERSION:
         raise DataError(f"has format version {version}, and this hvdtrain reads {FORMAT_VERSION}")
     entries = _take(content, "parts", list, bool)

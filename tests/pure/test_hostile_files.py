@@ -183,6 +183,7 @@ def test_a_configuration_made_to_harm_is_refused(
 
 
 @given(st.sampled_from(hostile.paths_of(MANIFEST)), hostile.VALUES, st.booleans())
+@example(("format_version",), 10**450, False)
 def test_a_manifest_is_one_or_one_line(
     folder: Path, path: tuple[Any, ...], to: object, signs: bool
 ) -> None:
